@@ -1,0 +1,70 @@
+/* The whole C ABI of the native part: disk I/O and optimizer arithmetic.
+ *
+ * No Python, PyTorch or CUDA header is used, so one build serves every Python and every PyTorch. Every function may be
+ * called from any thread and blocks its caller only; failures come back as negative errno values. */
+#pragma once
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define SPILLWAY_API extern "C" __attribute__((visibility("default")))
+#else
+#define SPILLWAY_API extern "C"
+#endif
+
+/* Changes whenever a struct or a signature below does; the Python side refuses another number. */
+SPILLWAY_API int32_t spillway_abi_version();
+
+/* "avx512", "avx2" or "portable": the kernel picked for this processor. */
+SPILLWAY_API const char* spillway_kernel_name();
+
+/* ---- Disk ---- */
+
+/* One contiguous transfer between a file and memory. offset, bytes and buffer must be 4096-aligned under O_DIRECT. */
+typedef struct {
+  int32_t fd;
+  int32_t is_write;
+  void* buffer;
+  uint64_t offset;
+  uint64_t bytes;
+} spillway_transfer;
+
+/* An engine runs one batch of transfers at a time. depth: requests in flight. use_uring 0 forces the thread pool. */
+SPILLWAY_API void* spillway_io_open(uint32_t depth, int32_t use_uring);
+SPILLWAY_API void spillway_io_close(void* engine);
+/* "io_uring" or "threads". */
+SPILLWAY_API const char* spillway_io_backend(void* engine);
+/* Runs all transfers, cut into blocks, to the end. 0, or -errno (end of file is -ENODATA) with *failed the index of the
+ * transfer that failed; nothing is in flight when it returns. */
+SPILLWAY_API int32_t spillway_io_run(void* engine, const spillway_transfer* transfers, uint64_t count,
+                                     uint64_t block_bytes, uint64_t* failed);
+
+/* ---- Optimizer ---- */
+
+enum { SPILLWAY_FLOAT32 = 0, SPILLWAY_BFLOAT16 = 1 };
+
+/* One AdamW step over n elements, in place; the scalars are those of torch.optim.AdamW, already in the precision in
+ * which it applies them. Weights are either float32, or bfloat16 with `low` holding the lower half of the fp32 master. */
+typedef struct {
+  void* weight;
+  uint16_t* low; /* NULL for float32 weights */
+  float* m;
+  float* v;
+  const void* grad;
+  uint64_t n;
+  int32_t weight_type;
+  int32_t grad_type;
+  float grad_scale;        /* 1 leaves the gradient as it is */
+  float decay;             /* 1 - lr * weight_decay */
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float bias_correction2_sqrt;
+  float eps;
+  float negative_step_size; /* -lr / bias_correction1 */
+} spillway_adamw_args;
+
+/* 0 or -EINVAL. */
+SPILLWAY_API int32_t spillway_adamw(const spillway_adamw_args* args, int32_t threads);
+
+/* Sum of squares in double precision; the same bits whatever the number of threads. */
+SPILLWAY_API double spillway_sum_squares(const void* values, int32_t type, uint64_t n, int32_t threads);

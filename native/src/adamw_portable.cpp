@@ -1,0 +1,3 @@
+#include "adamw_kernel.inc"
+
+extern const Kernels kPortableKernels = {"portable", adamw_range, sum_squares_range};

@@ -1,0 +1,227 @@
+// Disk transfers: io_uring by raw system calls where the kernel allows it, otherwise a pool of threads.
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include <linux/io_uring.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "spillway.h"
+#include "thread_pool.h"
+
+namespace {
+
+// A piece of a transfer small enough to be one request; `done` grows on short reads and writes.
+struct Block {
+  int fd;
+  bool is_write;
+  char* buffer;
+  uint64_t offset, bytes, done, transfer;
+};
+
+std::vector<Block> cut(const spillway_transfer* transfers, uint64_t count, uint64_t block_bytes) {
+  std::vector<Block> blocks;
+  for (uint64_t t = 0; t < count; ++t) {
+    const spillway_transfer& whole = transfers[t];
+    for (uint64_t at = 0; at < whole.bytes; at += block_bytes) {
+      const uint64_t bytes = whole.bytes - at < block_bytes ? whole.bytes - at : block_bytes;
+      blocks.push_back({whole.fd, whole.is_write != 0, static_cast<char*>(whole.buffer) + at, whole.offset + at, bytes,
+                        0, t});
+    }
+  }
+  return blocks;
+}
+
+// What a finished request means for its block: 0 goes on (done or to be resubmitted), else -errno.
+int account(Block& block, int64_t result) {
+  if (result < 0) return result == -EINTR || result == -EAGAIN ? 0 : int(result);
+  if (result == 0) return block.is_write ? -ENOSPC : -ENODATA;
+  block.done += uint64_t(result);
+  return 0;
+}
+
+class Engine {
+ public:
+  virtual ~Engine() = default;
+  virtual const char* name() const = 0;
+  // 0, or -errno with *failed the transfer that failed.
+  virtual int run(std::vector<Block>& blocks, uint64_t* failed) = 0;
+};
+
+class ThreadEngine final : public Engine {
+ public:
+  explicit ThreadEngine(unsigned depth) : threads_(int(depth < 8 ? depth : 8)) {}
+  const char* name() const override { return "threads"; }
+
+  int run(std::vector<Block>& blocks, uint64_t* failed) override {
+    std::atomic<int> error{0};
+    pool_.run(blocks.size(), threads_, [&](uint64_t i) {
+      Block& block = blocks[i];
+      while (error == 0 && block.done < block.bytes) {
+        char* at = block.buffer + block.done;
+        const uint64_t left = block.bytes - block.done;
+        const off_t offset = off_t(block.offset + block.done);
+        const ssize_t n = block.is_write ? pwrite(block.fd, at, left, offset) : pread(block.fd, at, left, offset);
+        const int wrong = account(block, n < 0 ? -errno : n);
+        int none = 0;
+        if (wrong != 0 && error.compare_exchange_strong(none, wrong)) *failed = block.transfer;
+      }
+    });
+    return error;
+  }
+
+ private:
+  int threads_;
+  // Never destroyed, like the shared pool: its threads outlive the engine asleep.
+  ThreadPool& pool_ = *new ThreadPool;
+};
+
+class RingEngine final : public Engine {
+ public:
+  // nullptr where io_uring is missing or forbidden (old kernels, seccomp in containers, sysctl).
+  static std::unique_ptr<Engine> open(unsigned depth) {
+    std::unique_ptr<RingEngine> ring(new RingEngine);
+    return ring->set_up(depth) ? std::move(ring) : nullptr;
+  }
+
+  ~RingEngine() override {
+    if (entries_ != MAP_FAILED) munmap(entries_, entries_bytes_);
+    if (rings_ != MAP_FAILED) munmap(rings_, rings_bytes_);
+    if (fd_ >= 0) close(fd_);
+  }
+
+  const char* name() const override { return "io_uring"; }
+
+  int run(std::vector<Block>& blocks, uint64_t* failed) override {
+    int error = 0;
+    uint64_t next = 0, in_flight = 0;
+    std::vector<uint64_t> again;
+    while (in_flight > 0 || (error == 0 && (next < blocks.size() || !again.empty()))) {
+      unsigned queued = 0;
+      while (error == 0 && in_flight + queued < depth_ && (next < blocks.size() || !again.empty())) {
+        uint64_t i;
+        if (again.empty()) {
+          i = next++;
+        } else {
+          i = again.back();
+          again.pop_back();
+        }
+        push(blocks[i], i);
+        ++queued;
+      }
+      in_flight += queued;
+      if (!enter(queued)) {
+        // The ring itself failed: buffers may still be in use by the kernel, so no return is safe but a loud one.
+        *failed = 0;
+        return -errno;
+      }
+      in_flight -= reap(blocks, again, &error, failed);
+    }
+    return error;
+  }
+
+ private:
+  bool set_up(unsigned depth) {
+    io_uring_params params;
+    std::memset(&params, 0, sizeof params);
+    fd_ = int(syscall(__NR_io_uring_setup, depth, &params));
+    if (fd_ < 0 || !(params.features & IORING_FEAT_SINGLE_MMAP)) return false;
+    depth_ = params.sq_entries;
+    const size_t sq_bytes = params.sq_off.array + params.sq_entries * sizeof(unsigned);
+    const size_t cq_bytes = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
+    rings_bytes_ = sq_bytes > cq_bytes ? sq_bytes : cq_bytes;
+    entries_bytes_ = params.sq_entries * sizeof(io_uring_sqe);
+    rings_ = mmap(nullptr, rings_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, IORING_OFF_SQ_RING);
+    entries_ = mmap(nullptr, entries_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, IORING_OFF_SQES);
+    if (rings_ == MAP_FAILED || entries_ == MAP_FAILED) return false;
+    char* base = static_cast<char*>(rings_);
+    sq_tail_ = reinterpret_cast<unsigned*>(base + params.sq_off.tail);
+    sq_mask_ = *reinterpret_cast<unsigned*>(base + params.sq_off.ring_mask);
+    sq_array_ = reinterpret_cast<unsigned*>(base + params.sq_off.array);
+    cq_head_ = reinterpret_cast<unsigned*>(base + params.cq_off.head);
+    cq_tail_ = reinterpret_cast<unsigned*>(base + params.cq_off.tail);
+    cq_mask_ = *reinterpret_cast<unsigned*>(base + params.cq_off.ring_mask);
+    completions_ = reinterpret_cast<io_uring_cqe*>(base + params.cq_off.cqes);
+    return true;
+  }
+
+  void push(const Block& block, uint64_t index) {
+    const unsigned tail = *sq_tail_;  // only this thread writes it
+    const unsigned slot = tail & sq_mask_;
+    io_uring_sqe& entry = static_cast<io_uring_sqe*>(entries_)[slot];
+    std::memset(&entry, 0, sizeof entry);
+    entry.opcode = block.is_write ? IORING_OP_WRITE : IORING_OP_READ;
+    entry.fd = block.fd;
+    entry.addr = reinterpret_cast<uint64_t>(block.buffer + block.done);
+    entry.len = unsigned(block.bytes - block.done);
+    entry.off = block.offset + block.done;
+    entry.user_data = index;
+    sq_array_[slot] = slot;
+    __atomic_store_n(sq_tail_, tail + 1, __ATOMIC_RELEASE);
+  }
+
+  // Submits `queued` entries and waits for at least one completion.
+  bool enter(unsigned queued) {
+    for (;;) {
+      const long sent = syscall(__NR_io_uring_enter, fd_, queued, 1, IORING_ENTER_GETEVENTS, nullptr, 0);
+      if (sent >= 0 && unsigned(sent) == queued) return true;
+      if (sent >= 0) {
+        queued -= unsigned(sent);
+      } else if (errno != EINTR && errno != EAGAIN && errno != EBUSY) {
+        return false;
+      }
+    }
+  }
+
+  uint64_t reap(std::vector<Block>& blocks, std::vector<uint64_t>& again, int* error, uint64_t* failed) {
+    unsigned head = *cq_head_;  // only this thread writes it
+    const unsigned tail = __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE);
+    uint64_t reaped = 0;
+    for (; head != tail; ++head, ++reaped) {
+      const io_uring_cqe& completion = completions_[head & cq_mask_];
+      Block& block = blocks[completion.user_data];
+      const int wrong = account(block, completion.res);
+      if (wrong != 0 && *error == 0) {
+        *error = wrong;
+        *failed = block.transfer;
+      }
+      if (wrong == 0 && block.done < block.bytes) again.push_back(completion.user_data);
+    }
+    __atomic_store_n(cq_head_, head, __ATOMIC_RELEASE);
+    return reaped;
+  }
+
+  int fd_ = -1;
+  unsigned depth_ = 0, sq_mask_ = 0, cq_mask_ = 0;
+  void* rings_ = MAP_FAILED;
+  void* entries_ = MAP_FAILED;
+  size_t rings_bytes_ = 0, entries_bytes_ = 0;
+  unsigned *sq_tail_ = nullptr, *sq_array_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
+  io_uring_cqe* completions_ = nullptr;
+};
+
+}  // namespace
+
+void* spillway_io_open(uint32_t depth, int32_t use_uring) {
+  std::unique_ptr<Engine> engine;
+  if (use_uring != 0) engine = RingEngine::open(depth);
+  if (!engine) engine.reset(new ThreadEngine(depth));
+  return engine.release();
+}
+
+void spillway_io_close(void* engine) { delete static_cast<Engine*>(engine); }
+
+const char* spillway_io_backend(void* engine) { return static_cast<Engine*>(engine)->name(); }
+
+int32_t spillway_io_run(void* engine, const spillway_transfer* transfers, uint64_t count, uint64_t block_bytes,
+                        uint64_t* failed) {
+  *failed = 0;
+  if (block_bytes == 0) return -EINVAL;
+  std::vector<Block> blocks = cut(transfers, count, block_bytes);
+  return static_cast<Engine*>(engine)->run(blocks, failed);
+}

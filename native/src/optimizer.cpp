@@ -1,0 +1,54 @@
+#include <algorithm>
+#include <cerrno>
+#include <vector>
+
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace {
+
+// Fits the caches of a core together with both moments; a fixed size keeps sums independent of the number of threads.
+constexpr uint64_t kChunk = 1 << 16;
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+  static const Kernels& best = [&]() -> const Kernels& {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
+      return kAvx512Kernels;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2Kernels;
+    return kPortableKernels;
+  }();
+  return best;
+#else
+  return kPortableKernels;
+#endif
+}
+
+}  // namespace
+
+int32_t spillway_abi_version() { return 1; }
+
+const char* spillway_kernel_name() { return kernels().name; }
+
+int32_t spillway_adamw(const spillway_adamw_args* args, int32_t threads) {
+  const spillway_adamw_args& a = *args;
+  const bool split = a.weight_type == SPILLWAY_BFLOAT16;
+  if (a.weight_type < 0 || a.weight_type > 1 || a.grad_type < 0 || a.grad_type > 1 || (split && a.low == nullptr))
+    return -EINVAL;
+  ThreadPool::shared().run((a.n + kChunk - 1) / kChunk, threads, [&](uint64_t chunk) {
+    kernels().adamw(a, chunk * kChunk, std::min(a.n, (chunk + 1) * kChunk));
+  });
+  return 0;
+}
+
+double spillway_sum_squares(const void* values, int32_t type, uint64_t n, int32_t threads) {
+  std::vector<double> partial((n + kChunk - 1) / kChunk);
+  ThreadPool::shared().run(partial.size(), threads, [&](uint64_t chunk) {
+    partial[chunk] = kernels().sum_squares(values, type, chunk * kChunk, std::min(n, (chunk + 1) * kChunk));
+  });
+  double total = 0;
+  for (double part : partial) total += part;
+  return total;
+}

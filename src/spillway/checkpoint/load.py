@@ -1,0 +1,86 @@
+"""Streams weights from a source into the store, a bounded window at a time."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from spillway.checkpoint.sources import WeightSource
+from spillway.model.units import Unit
+from spillway.optim.update import split_master
+from spillway.spec.sizes import align
+from spillway.store.layout import PAGE, TensorPlace, UnitLayout
+from spillway.store.placed import PlacedStore
+
+_WINDOW_BYTES = 64 << 20
+
+
+def load_weights(
+    store: PlacedStore, units: tuple[Unit, ...], source: WeightSource, progress: Callable[[int], None] | None = None
+) -> None:
+    """Put every unit to rest with its master weights; moments are zero (fresh extents and arena pages are).
+
+    float32 sources keep all their bits in the master even where the unit computes in bfloat16. `progress` is called
+    with the bytes of each window.
+    """
+    staging = store.staging(2 * _WINDOW_BYTES, "loading weights")
+    half = staging.numel() // 2 // PAGE * PAGE
+    for index, unit in enumerate(units):
+        layout = unit.layout
+        for start in range(0, layout.weight_bytes, half):
+            size = min(half, layout.weight_bytes - start)
+            weight, low = staging[:size], staging[half : half + size]
+            weight.zero_()
+            low.zero_()
+            has_low = False
+            for place in layout.places:
+                has_low |= _fill(layout, place, source, start, weight, low)
+            store.homes.write_component(index, "weight", start, weight, all_extents=True)
+            part = layout.component("low")
+            if part is not None and has_low and start < part.num_bytes:
+                # Lower halves are 2 bytes like the bfloat16 weights, so they lie at the same offsets.
+                store.homes.write_component(index, "low", start, low[: min(size, part.num_bytes - start)], True)
+            if progress is not None:
+                progress(size)
+        source.done(place.name for place in layout.places)
+
+
+def _fill(
+    layout: UnitLayout, place: TensorPlace, source: WeightSource, start: int, weight: torch.Tensor, low: torch.Tensor
+) -> bool:
+    """Put the part of a parameter that lies in this window of the unit's weights; whether lower halves were set."""
+    begin, end = layout.byte_range(place)
+    first, last = max(begin, start), min(end, start + weight.numel())
+    if first >= last:
+        return False
+    item = place.dtype.itemsize
+    elements = source.read(place.name, (first - begin) // item, (last - begin) // item)
+    window = slice(first - start, last - start)
+    target = weight[window].view(place.dtype)
+    if place.trainable and place.dtype is torch.bfloat16 and elements.dtype is torch.float32:
+        upper, lower = split_master(elements)
+        target.copy_(upper)
+        low[window].view(torch.int16).copy_(lower)
+        return True
+    target.copy_(elements)
+    return False
+
+
+def read_parameter(store: PlacedStore, unit: int, place: TensorPlace, layout: UnitLayout) -> torch.Tensor:
+    """The whole parameter as it is at rest, a new tensor on the CPU."""
+    begin, end = layout.byte_range(place)
+    result = torch.empty(place.shape, dtype=place.dtype)
+    flat = result.view(-1).view(torch.uint8) if result.numel() else result.view(-1)
+    for start, piece in stream_bytes(store, unit, "weight", begin, end):
+        flat[start : start + piece.numel()].copy_(piece)
+    return result
+
+
+def stream_bytes(
+    store: PlacedStore, unit: int, name: str, begin: int, end: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Pieces of an array at rest with their offsets from `begin`; each is valid until the next."""
+    staging = store.staging(align(min(_WINDOW_BYTES, end - begin), PAGE) + 2 * PAGE, "reading weights")
+    step = staging.numel() - 2 * PAGE
+    for start in range(begin, end, step):
+        stop = min(start + step, end)
+        yield start - begin, store.homes.read_component(unit, name, start, stop, staging)

@@ -1,0 +1,51 @@
+"""How much memory this process may use, honouring cgroup limits."""
+
+from pathlib import Path
+
+import psutil
+
+_V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
+_UNLIMITED = 1 << 60
+
+
+def free_host_bytes() -> int:
+    """Host memory this process can still take: what the system has available, or what its cgroup leaves."""
+    return min([psutil.virtual_memory().available, *(_left(*files) for files in _cgroup_files())])
+
+
+def process_bytes() -> int:
+    """Host memory of this process that cannot be dropped: anonymous pages, not mapped files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)
+
+
+
+def _cgroup_files() -> list[tuple[Path, Path]]:
+    """Limit and usage files of every cgroup this process is in, up to the root: v2, then v1."""
+    files = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, controllers, group = line.split(":", 2)
+        if number == "0":
+            root, limit, usage = _V2, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = _V1, "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        at = root / group.lstrip("/")
+        for folder in (at, *at.parents):
+            if (folder / limit).exists():
+                files.append((folder / limit, folder / usage))
+            if folder == root:
+                break
+    return files
+
+
+def _left(limit: Path, usage: Path) -> int:
+    try:
+        text = limit.read_text().strip()
+        allowed = _UNLIMITED if text == "max" else int(text)
+        return max(allowed - int(usage.read_text()), 0) if allowed < _UNLIMITED else _UNLIMITED
+    except (OSError, ValueError):
+        return _UNLIMITED

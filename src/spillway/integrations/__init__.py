@@ -1,0 +1,1 @@
+"""What Spillway knows of other libraries."""

@@ -1,0 +1,1 @@
+"""What a model is: its units, and what each of their calls costs."""

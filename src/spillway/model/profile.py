@@ -1,0 +1,210 @@
+"""What one forward of a model calls, in which order, and what each call costs.
+
+The forward runs on fake tensors: shapes and dtypes only, no memory, no arithmetic. Where a model looks at values
+(`.item()`, `if tensor:`) that is impossible and the caller profiles a real forward instead.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from spillway.model.units import Unit
+from spillway.spec.model import CallProfile, ModelProfile, UnitProfile
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """One observed call of a unit's member. `inputs` and `outputs` are the tensors among its flattened arguments and
+    results, by place; they are held so that identity tells shared inputs apart from those only this call needs."""
+
+    unit: int
+    member: str
+    kind: str
+    inputs: dict[int, torch.Tensor]
+    outputs: dict[int, torch.Tensor]
+    flops: float
+    saved_bytes: int
+    rows: int = 0  # of a LOSS: how many it may be cut into
+    chunk_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """How the runtime treats the tensors of one call, by their place among the flattened arguments and results. (Not
+    by their number: a real forward may leave out a mask that a profiled one cannot know to be trivial.)"""
+
+    unit: int
+    member: str
+    kind: str
+    chunks: int
+    chunk_rows: int  # rows of a micro-batch along dimension 0; 0 where the call is not cut
+    cut_inputs: frozenset[int]
+    cut_outputs: frozenset[int]
+    acts: tuple[int, ...]  # inputs that the activation store keeps for backward
+
+
+@dataclass(slots=True)
+class Profiler:
+    """Collects the calls of one forward."""
+
+    calls: list[CallRecord] = field(default_factory=list)
+    _flops: FlopCounterMode = field(default_factory=lambda: FlopCounterMode(display=False))
+
+    def __enter__(self) -> "Profiler":
+        self._flops.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._flops.__exit__(*error)
+
+    def call(
+        self,
+        unit: int,
+        member: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kind: str = "FORWARD",
+        chunk_rows: int = 0,
+    ) -> Any:
+        """Run one call and write it down."""
+        inputs = _tensors_by_place((args, kwargs))
+        saved: dict[Any, int] = {}
+        own = {tensor.untyped_storage()._cdata for tensor in inputs.values()}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own and not isinstance(tensor, torch.nn.Parameter):
+                saved[storage._cdata] = storage.nbytes()
+            return tensor
+
+        before = self._flops.get_total_flops()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            result = function(*args, **kwargs)
+        outputs = _tensors_by_place(result)
+        flops = float(self._flops.get_total_flops() - before)
+        first = next(iter(inputs.values()), None)
+        rows = first.shape[0] if first is not None and first.dim() else 0
+        record = CallRecord(unit, member, kind, inputs, outputs, flops, sum(saved.values()), rows, chunk_rows)
+        self.calls.append(record)
+        return result
+
+
+def _tensors_by_place(tree: Any) -> dict[int, torch.Tensor]:
+    return {place: leaf for place, leaf in enumerate(tree_flatten(tree)[0]) if isinstance(leaf, torch.Tensor)}
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def grow_batch(batch: Any) -> Any:
+    """The batch with one more row: a second forward with it shows which dimensions of which tensors are the batch's."""
+    rows = batch_rows(batch)
+    return tree_map_only(
+        torch.Tensor,
+        lambda tensor: torch.cat([tensor, tensor[:1]]) if tensor.dim() and tensor.shape[0] == rows else tensor,
+        batch,
+    )
+
+
+def batch_rows(batch: Any) -> int:
+    """Rows of the first tensor of a batch; 0 if there is none."""
+    tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    return tensors[0].shape[0] if tensors else 0
+
+
+def shapes_of(
+    calls: list[CallRecord], grown: list[CallRecord] | None, rows: int, micro_batch: int | None
+) -> tuple[CallShape, ...]:
+    """How to run each call. `grown` is the same forward with one more row in the batch; None: not to be cut."""
+    uses: dict[int, int] = {}
+    for call in calls:
+        for tensor_id in {id(tensor) for tensor in call.inputs.values()}:
+            uses[tensor_id] = uses.get(tensor_id, 0) + 1
+    return tuple(
+        _shape_of(call, None if grown is None else grown[index], rows, micro_batch, uses)
+        for index, call in enumerate(calls)
+    )
+
+
+def _shape_of(
+    call: CallRecord, grown: CallRecord | None, rows: int, micro_batch: int | None, uses: dict[int, int]
+) -> CallShape:
+    acts = tuple(
+        place
+        for place, tensor in call.inputs.items()
+        if tensor.requires_grad and uses[id(tensor)] == 1 and tensor.numel()
+    )
+    none: frozenset[int] = frozenset()
+    if call.kind == "LOSS":
+        chunks = -(-call.rows // call.chunk_rows)
+        return CallShape(
+            call.unit, call.member, "LOSS", chunks, call.chunk_rows, frozenset(call.inputs), none, acts
+        )
+    whole = CallShape(call.unit, call.member, call.kind, 1, 0, none, none, acts)
+    if grown is None or micro_batch is None or micro_batch >= rows:
+        return whole
+    cut_inputs = _grown_places(call.inputs, grown.inputs)
+    cut_outputs = _grown_places(call.outputs, grown.outputs)
+    # A number computed from the whole batch (a loss inside the unit) cannot be put together from parts.
+    mixes_rows = any(tensor.dim() == 0 for tensor in call.outputs.values())
+    if not cut_inputs or mixes_rows:
+        return whole
+    chunks = -(-rows // micro_batch)
+    return CallShape(call.unit, call.member, call.kind, chunks, micro_batch, cut_inputs, cut_outputs, acts)
+
+
+def _grown_places(tensors: dict[int, torch.Tensor], grown: dict[int, torch.Tensor]) -> frozenset[int]:
+    return frozenset(place for place, tensor in tensors.items() if _grew(tensor, grown[place]))
+
+
+def _grew(tensor: torch.Tensor, grown: torch.Tensor) -> bool:
+    return bool(tensor.dim() and grown.shape[0] == tensor.shape[0] + 1)
+
+
+def model_profile(
+    units: tuple[Unit, ...], calls: list[CallRecord], shapes: tuple[CallShape, ...], tokens: int
+) -> ModelProfile:
+    """What the planner needs to know."""
+    act_ids = {id(calls[i].inputs[j]) for i, shape in enumerate(shapes) for j in shape.acts}
+    boundary: dict[int, int] = {}
+    for call in calls:
+        for tensor in (*call.inputs.values(), *call.outputs.values()):
+            if id(tensor) not in act_ids:
+                boundary[id(tensor)] = tensor_bytes(tensor)
+    profiles = tuple(
+        CallProfile(
+            shape.unit,
+            call.flops,
+            sum(_paged(tensor_bytes(call.inputs[index])) for index in shape.acts),
+            call.saved_bytes,
+            shape.kind,
+            shape.chunks,
+        )
+        for call, shape in zip(calls, shapes, strict=True)
+    )
+    resident = next((index for index, unit in enumerate(units) if not unit.members), None)
+    return ModelProfile(tuple(map(unit_profile, units)), profiles, sum(boundary.values()), resident, tokens)
+
+
+def unit_profile(unit: Unit) -> UnitProfile:
+    """Sizes of a unit."""
+    layout = unit.layout
+    return UnitProfile(
+        unit.name,
+        sum(place.numel for place in layout.places),
+        layout.num_trainable,
+        layout.weight_bytes,
+        layout.grad_bytes,
+        layout.state_bytes,
+    )
+
+
+def _paged(num_bytes: int) -> int:
+    return -(-num_bytes // 4096) * 4096

@@ -1,0 +1,207 @@
+"""The only file that knows the native library: disk transfers and optimizer kernels through a C ABI.
+
+Where the library cannot be loaded every function here has a plain counterpart (`os.preadv`, PyTorch AdamW), so
+training goes on, slower; `load_problem()` says why, and the report says it once.
+"""
+
+import ctypes
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+_ABI_VERSION = 1
+_LIBRARY = "libspillway_native.so"
+FLOAT32, BFLOAT16 = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One contiguous move between a file and memory, all 4096-aligned under O_DIRECT."""
+
+    fd: int
+    address: int
+    offset: int
+    num_bytes: int
+
+
+class TransferError(OSError):
+    """A transfer failed; `index` is its place in the batch."""
+
+    def __init__(self, error: int, index: int) -> None:
+        super().__init__(error, os.strerror(error))
+        self.index = index
+
+
+class _Transfer(ctypes.Structure):
+    _fields_ = (
+        ("fd", ctypes.c_int32),
+        ("is_write", ctypes.c_int32),
+        ("buffer", ctypes.c_void_p),
+        ("offset", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+    )
+
+
+class AdamWArgs(ctypes.Structure):
+    """Mirror of spillway_adamw_args in native/include/spillway.h."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("low", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("n", ctypes.c_uint64),
+        ("weight_type", ctypes.c_int32),
+        ("grad_type", ctypes.c_int32),
+        ("grad_scale", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("one_minus_beta1", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("one_minus_beta2", ctypes.c_float),
+        ("bias_correction2_sqrt", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("negative_step_size", ctypes.c_float),
+    )
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    path = Path(__file__).with_name(_LIBRARY)
+    try:
+        library = ctypes.CDLL(str(path))
+        library.spillway_abi_version.restype = ctypes.c_int32
+        found = library.spillway_abi_version()
+    except (OSError, AttributeError) as error:
+        return None, f"the native library could not be loaded ({error})"
+    if found != _ABI_VERSION:
+        return None, f"{path} is of another version (ABI {found}, this Spillway needs {_ABI_VERSION})"
+    library.spillway_kernel_name.restype = ctypes.c_char_p
+    library.spillway_io_open.restype = ctypes.c_void_p
+    library.spillway_io_open.argtypes = (ctypes.c_uint32, ctypes.c_int32)
+    library.spillway_io_close.argtypes = (ctypes.c_void_p,)
+    library.spillway_io_backend.restype = ctypes.c_char_p
+    library.spillway_io_backend.argtypes = (ctypes.c_void_p,)
+    library.spillway_io_run.restype = ctypes.c_int32
+    library.spillway_io_run.argtypes = (
+        ctypes.c_void_p,
+        ctypes.POINTER(_Transfer),
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64),
+    )
+    library.spillway_adamw.restype = ctypes.c_int32
+    library.spillway_adamw.argtypes = (ctypes.POINTER(AdamWArgs), ctypes.c_int32)
+    library.spillway_sum_squares.restype = ctypes.c_double
+    library.spillway_sum_squares.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64, ctypes.c_int32)
+    return library, ""
+
+
+def available() -> bool:
+    """Whether the native library is loaded."""
+    return _load()[0] is not None
+
+
+def load_problem() -> str:
+    """Why the native library is not in use; empty when it is."""
+    return _load()[1]
+
+
+def kernel_name() -> str:
+    """The instruction set of the optimizer kernels, or 'pytorch' without the native library."""
+    library = _load()[0]
+    return "pytorch" if library is None else str(library.spillway_kernel_name().decode())
+
+
+def adamw(args: AdamWArgs, threads: int) -> None:
+    """One AdamW step in place; needs `available()`. The GIL is not held."""
+    library = _load()[0]
+    if library is None or library.spillway_adamw(ctypes.byref(args), threads) != 0:
+        raise ValueError("the native AdamW kernel refused its arguments")
+
+
+def sum_squares(address: int, dtype: int, numel: int, threads: int) -> float:
+    """Sum of squares in double precision; needs `available()`. The same bits whatever `threads` is."""
+    library = _load()[0]
+    if library is None:
+        raise ValueError("the native library is not loaded")
+    return float(library.spillway_sum_squares(address, dtype, numel, threads))
+
+
+class DiskEngine:
+    """Runs batches of transfers at full queue depth. One batch at a time: every lane has its own engine."""
+
+    def __init__(self, depth: int = 32, block_bytes: int = 1 << 20, use_uring: bool = True) -> None:
+        self._block_bytes = block_bytes
+        self._library = _load()[0]
+        self._handle: int | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        if self._library is not None:
+            self._handle = self._library.spillway_io_open(depth, int(use_uring))
+        else:
+            self._threads = ThreadPoolExecutor(min(depth, 8), thread_name_prefix="spillway-io")
+
+    @property
+    def backend(self) -> str:
+        """'io_uring', 'threads' (native) or 'preadv' (plain Python)."""
+        if self._library is None or self._handle is None:
+            return "preadv"
+        return str(self._library.spillway_io_backend(self._handle).decode())
+
+    def run(self, transfers: list[Transfer], is_write: bool) -> None:
+        """Move every byte; returns when all are done. Raises TransferError."""
+        if self._library is None or self._handle is None:
+            self._run_plain(transfers, is_write)
+            return
+        batch = (_Transfer * len(transfers))(
+            *(_Transfer(t.fd, int(is_write), t.address, t.offset, t.num_bytes) for t in transfers)
+        )
+        failed = ctypes.c_uint64(0)
+        code = self._library.spillway_io_run(
+            self._handle, batch, len(transfers), self._block_bytes, ctypes.byref(failed)
+        )
+        if code != 0:
+            raise TransferError(-code, failed.value)
+
+    def close(self) -> None:
+        """Give back threads or rings; the engine cannot be used afterwards."""
+        if self._library is not None and self._handle is not None:
+            self._library.spillway_io_close(self._handle)
+            self._handle = None
+        if self._threads is not None:
+            self._threads.shutdown()
+
+    def _run_plain(self, transfers: list[Transfer], is_write: bool) -> None:
+        if self._threads is None:
+            raise ValueError("the disk engine is closed")
+        moves = [
+            self._threads.submit(_move_plain, part, index, is_write)
+            for index, whole in enumerate(transfers)
+            for part in _cut(whole, 8 * self._block_bytes)
+        ]
+        for move in moves:
+            move.result()
+
+
+def _cut(whole: Transfer, block_bytes: int) -> list[Transfer]:
+    starts = range(0, whole.num_bytes, block_bytes)
+    return [
+        Transfer(whole.fd, whole.address + at, whole.offset + at, min(block_bytes, whole.num_bytes - at))
+        for at in starts
+    ]
+
+
+def _move_plain(part: Transfer, index: int, is_write: bool) -> None:
+    view = memoryview((ctypes.c_char * part.num_bytes).from_address(part.address)).cast("B")
+    done = 0
+    while done < part.num_bytes:
+        move = os.pwritev if is_write else os.preadv
+        try:
+            moved = move(part.fd, [view[done:]], part.offset + done)
+        except OSError as error:
+            raise TransferError(error.errno or 5, index) from error
+        if moved == 0:
+            raise TransferError(28 if is_write else 61, index)
+        done += moved

@@ -1,0 +1,1 @@
+"""AdamW over the store: its settings, its arithmetic, and the torch.optim.Optimizer the user holds."""

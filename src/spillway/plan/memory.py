@@ -1,0 +1,69 @@
+"""Bytes of every tier that a placement takes at its peak."""
+
+from dataclasses import dataclass
+
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Placement, Pool, TierPeaks
+
+
+@dataclass(frozen=True, slots=True)
+class Residents:
+    """Bytes that stay in a tier between steps, of one unit."""
+
+    device: int
+    host: int
+
+
+def residents(model: ModelProfile, placement: Placement, unit: int) -> Residents:
+    """What one unit keeps on device and host for good: weights, states, and gradients that wait for others."""
+    profile, where = model.units[unit], placement.units[unit]
+    device = host = 0
+    if where.weights == "device":
+        device += profile.weight_bytes
+        if unit == model.resident_unit:
+            device += profile.grad_bytes
+    if where.weights == "host" or (where.weights == "device" and where.states in ("host", "none")):
+        host += profile.weight_bytes
+    if where.states == "host":
+        host += profile.state_bytes
+    if profile.num_trainable and grads_at_home(placement, unit):
+        host += profile.grad_bytes
+    return Residents(device, host)
+
+
+def grads_at_home(placement: Placement, unit: int) -> bool:
+    """Whether the unit has a gradient buffer of its own: the update, or another backward, comes later."""
+    waits = placement.update == "serial" or placement.accumulation > 1
+    return waits and placement.units[unit].grads == "host"
+
+
+def working_bytes(model: ModelProfile) -> int:
+    """Device memory the busiest unit needs while it computes: what autograd saves for one micro-batch, and as much
+    again for gradients and temporaries on their way."""
+    return max((2 * call.saved_bytes // call.chunks for call in model.calls), default=0)
+
+
+def peaks(
+    model: ModelProfile,
+    placement: Placement,
+    pools: tuple[Pool, ...],
+    process_bytes: int,
+    device_is_host: bool,
+    extents: int,
+) -> TierPeaks:
+    """Peak bytes per tier. With the CPU as device its memory is host memory too. `extents`: copies of each unit's state
+    kept on disk (0: there is no store)."""
+    of_units = [residents(model, placement, unit) for unit in range(len(model.units))]
+    device = sum(part.device for part in of_units) + working_bytes(model) + model.boundary_bytes
+    device += sum(call.act_bytes for call, tier in zip(model.calls, placement.acts, strict=True) if tier == "device")
+    device += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "device")
+    host = process_bytes + sum(part.host for part in of_units)
+    host += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "host")
+    disk = extents * sum(unit.weight_bytes + unit.state_bytes for unit in model.units)
+    disk += sum(
+        unit.grad_bytes
+        for unit, where in zip(model.units, placement.units, strict=True)
+        if where.grads == "disk"
+    )
+    disk += sum(call.act_bytes for call, tier in zip(model.calls, placement.acts, strict=True) if tier == "disk")
+    return TierPeaks(device, host + (device if device_is_host else 0), disk)

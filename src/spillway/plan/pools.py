@@ -1,0 +1,99 @@
+"""Which slabs a placement needs. Pools are per role and size class: no role can starve another, nothing is fragmented."""
+
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Placement, Pool
+
+ELEMENT_ALIGNMENT = 4096  # subgroups start at whole pages in every component, 16-bit ones included
+STATE_ALIGNMENT = 4096
+
+
+def size_classes(sizes: list[int]) -> list[int]:
+    """The class of each size; sizes within a factor of two share a class, and with it slabs of the largest of them."""
+    classes: dict[int, int] = {}
+    largest, number = 0, -1
+    for size in sorted(set(sizes), reverse=True):
+        if number < 0 or 2 * size < largest:
+            largest, number = size, number + 1
+        classes[size] = number
+    return [classes[size] for size in sizes]
+
+
+class SlabNames:
+    """Names of the pool that serves each unit or call, and the pools themselves."""
+
+    def __init__(self, model: ModelProfile, placement: Placement, state_bytes_per_element: int) -> None:
+        self._model = model
+        self._placement = placement
+        self._classes = size_classes([unit.weight_bytes for unit in model.units])
+        self._act_classes = size_classes([call.act_bytes for call in model.calls])
+        self._state_bytes_per_element = state_bytes_per_element
+
+    def weight(self, unit: int) -> str:
+        """Host slabs that weights pass through between disk and device."""
+        return f"weight/{self._classes[unit]}"
+
+    def slot(self, unit: int) -> str:
+        """Device slots that hold a unit's weights while it computes."""
+        return f"slot/{self._classes[unit]}"
+
+    def grad_slot(self, unit: int) -> str:
+        """Device slots that a unit's gradients are summed in."""
+        return f"grad-slot/{self._classes[unit]}"
+
+    def grad(self, unit: int) -> str:
+        """Host slabs that gradients land in."""
+        return f"grad/{self._classes[unit]}"
+
+    def act(self, call: int) -> str:
+        """Host slabs that keep or pass on unit inputs."""
+        return f"act-{self._placement.acts[call]}/{self._act_classes[call]}"
+
+    def act_slot(self, call: int) -> str:
+        """Device slots that unit inputs come back to."""
+        return f"act-slot/{self._act_classes[call]}"
+
+    def all(self) -> tuple[Pool, ...]:
+        """Every pool this placement uses, with as many slabs as its lanes can keep busy."""
+        pools: dict[str, Pool] = {}
+
+        def need(name: str, tier: str, slab_bytes: int, most: int, each: bool = False) -> None:
+            known = pools.get(name)
+            count = 1 if known is None else known.count + 1
+            count = count if each else min(count, most)
+            pools[name] = Pool(name, tier, max(slab_bytes, known.slab_bytes if known else 0), count)
+
+        plan = self._placement
+        for index, unit in enumerate(self._model.units):
+            where = plan.units[index]
+            trained = unit.num_trainable > 0
+            if where.weights != "device":
+                need(self.slot(index), "device", unit.weight_bytes, plan.window)
+            if where.weights == "disk":
+                need(self.weight(index), "host", unit.weight_bytes, 2)
+            if trained and index != self._model.resident_unit:
+                need(self.grad_slot(index), "device", unit.grad_bytes, self._grad_slots_needed())
+            if trained and (plan.update == "overlap" or where.grads == "disk" or plan.accumulation > 1):
+                need(self.grad(index), "host", unit.grad_bytes, 2)
+            if where.weights == "device" and where.states == "disk" and trained:
+                need("refresh", "host", unit.weight_bytes, 1)
+            if trained and "disk" in (where.states, where.weights, where.grads):
+                elements = min(plan.subgroup, unit.num_trainable)
+                slab = state_slab_bytes(elements, self._state_bytes_per_element)
+                for _ in range(-(-unit.num_trainable // plan.subgroup)):
+                    need("state", "host", slab, plan.state_slabs)
+        for index, call in enumerate(self._model.calls):
+            if plan.acts[index] != "device" and call.act_bytes:
+                need(self.act(index), "host", call.act_bytes, 3, each=plan.acts[index] == "host")
+                need(self.act_slot(index), "device", call.act_bytes, 2)
+        return tuple(pools.values())
+
+    def _grad_slots_needed(self) -> int:
+        """Two, so that a download overlaps the next backward, and one for every unit whose calls lie apart."""
+        calls = [call.unit for call in self._model.calls]
+        return 2 + sum(calls.count(unit) > 1 for unit in set(calls))
+
+
+def state_slab_bytes(elements: int, bytes_per_element: int) -> int:
+    """A slab that holds one subgroup: its components one after another, each at a whole page."""
+    padded = -(-elements // ELEMENT_ALIGNMENT) * ELEMENT_ALIGNMENT
+    return padded * bytes_per_element

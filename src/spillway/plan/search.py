@@ -1,0 +1,231 @@
+"""The simple planner: the deepest pipeline that fits with everything on disk, then host memory filled with what saves
+most traffic per byte."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from spillway.plan.check import check
+from spillway.plan.lower import lower
+from spillway.plan.memory import peaks
+from spillway.plan.pools import SlabNames
+from spillway.plan.simulate import step_seconds
+from spillway.spec.errors import PlanInfeasible, UsageError
+from spillway.spec.hardware import Budget, HardwareSpec
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Placement, Plan, Pool, TierPeaks, UnitPlacement
+from spillway.spec.sizes import format_size
+
+# Deepest pipeline first. Elements per subgroup: large enough for the drive, small enough that slabs stay cheap.
+_WINDOWS = (4, 3, 2, 1)
+_SUBGROUPS = ((1 << 24, 4), (1 << 23, 4), (1 << 22, 4), (1 << 22, 2), (1 << 20, 2), (1 << 18, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What the user fixed; 'auto' leaves the choice to the planner."""
+
+    update: str = "auto"
+    weights: str = "auto"
+    states: str = "auto"
+    clip: bool = False
+    accumulation: int = 1
+    has_store: bool = True
+    keeps_saved_points: bool = True  # extents on disk for host-resident units too
+    fixed: tuple[UnitPlacement, ...] | None = None  # units already rest somewhere: only the step is planned
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    placement: Placement
+    pools: tuple[Pool, ...]
+    peaks: TierPeaks
+
+
+def extents_per_unit(placement: Placement, keeps_saved_points: bool) -> int:
+    """Copies of every unit on disk. Two where each step is a saved point: the last one and the one being written. Where
+    states also rest in host memory, saved points lie further apart and the step goes on writing beside them: three."""
+    all_on_disk = all(where.states in ("disk", "none") for where in placement.units)
+    anything_on_disk = any("disk" in (where.weights, where.states) for where in placement.units)
+    if all_on_disk:
+        return 2
+    if not keeps_saved_points:
+        return 2 if anything_on_disk else 0
+    return 3 if anything_on_disk else 2
+
+
+def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> Plan:
+    """The plan that training executes.
+
+    Raises PlanInfeasible naming the tier that is short and the smallest budget that works, UsageError where forced
+    choices contradict each other.
+    """
+    update = _update_mode(request)
+    planner = _Planner(model, hardware, budget, request, update)
+    best = planner.fill(planner.deepest())
+    pools, ops, accumulate_ops = lower(model, best.placement, state_bytes_per_element(model))
+    plan = Plan(best.placement, pools, ops, accumulate_ops, best.peaks, notes=_notes(best, request))
+    check(plan)
+    seconds, bottleneck = step_seconds(plan, hardware)
+    return replace(plan, step_seconds=seconds, bottleneck=bottleneck)
+
+
+def _update_mode(request: PlanRequest) -> str:
+    if request.update == "auto":
+        return "serial" if request.clip else "overlap"
+    if request.update == "overlap" and request.clip:
+        raise UsageError(
+            "update='overlap' updates before the global gradient norm is known and so cannot clip by it: "
+            "use update='serial' (or 'auto'), or max_grad_norm=None"
+        )
+    if request.update not in ("serial", "overlap"):
+        raise UsageError(f"update='{request.update}' is not one of auto, serial, overlap")
+    return request.update
+
+
+class _Planner:
+    def __init__(
+        self, model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest, update: str
+    ) -> None:
+        self._model = model
+        self._budget = budget
+        self._request = request
+        self._update = update
+        self._device_is_host = hardware.device == "cpu"
+        self._element_bytes = state_bytes_per_element(model)
+        for name, tier in (("weights", request.weights), ("states", request.states)):
+            if tier not in ("auto", "device", "host", "disk") or (name, tier) == ("states", "device"):
+                raise UsageError(f"{name}='{tier}' is not one of auto, {'device, ' * (name == 'weights')}host, disk")
+            if tier == "disk" and not request.has_store:
+                raise UsageError(f"{name}='disk' needs a store: give the path of a directory on a fast drive")
+
+    def deepest(self) -> _Candidate:
+        """The deepest pipeline that fits with everything as far from the device as the user allows."""
+        smallest: _Candidate | None = None
+        for window in _WINDOWS:
+            for subgroup, slabs in _SUBGROUPS:
+                smallest = self._candidate(self._lowest(window, subgroup, slabs))
+                if self._fits(smallest):
+                    return smallest
+        if smallest is None:
+            raise UsageError("there is no pipeline depth to try")
+        raise PlanInfeasible(self._shortage(smallest))
+
+    def fill(self, candidate: _Candidate) -> _Candidate:
+        """Move what saves most traffic per byte into memory while it fits."""
+        for step in self._upgrades(candidate.placement):
+            upgraded = self._candidate(step(candidate.placement))
+            if self._fits(upgraded):
+                candidate = upgraded
+        return candidate
+
+    def _lowest(self, window: int, subgroup: int, slabs: int) -> Placement:
+        request, far = self._request, "disk" if self._request.has_store else "host"
+        acts = tuple(far for _ in self._model.calls)
+        if request.fixed is not None:
+            return Placement(
+                request.fixed, acts, self._update, request.clip, request.accumulation, window, slabs, subgroup
+            )
+        weights = far if request.weights == "auto" else request.weights
+        states = far if request.states == "auto" else request.states
+        waits = self._update == "serial" and request.accumulation == 1
+        grads = far if waits else "host"
+        units = []
+        for index, unit in enumerate(self._model.units):
+            resident = index == self._model.resident_unit
+            trained = unit.num_trainable > 0
+            units.append(UnitPlacement("device" if resident else weights, states if trained else "none", grads))
+        return Placement(
+            tuple(units), acts, self._update, request.clip, request.accumulation, window, slabs, subgroup
+        )
+
+    def _upgrades(self, start: Placement) -> Iterator["_Upgrade"]:
+        """In order of traffic saved per byte: inputs of units (written and read once per step; the last calls first,
+        for they come back first), gradients that wait for the norm, weights (read twice), then states."""
+        for call in reversed(range(len(start.acts))):
+            yield _Upgrade("acts", call, "host")
+        if self._request.fixed is not None:
+            return
+        for unit, where in enumerate(start.units):
+            if where.grads == "disk" and where.states != "none":
+                yield _Upgrade("grads", unit, "host")
+        if self._request.weights == "auto":
+            for unit in range(len(start.units)):
+                yield _Upgrade("weights", unit, "host")
+        if self._request.states == "auto":
+            for unit, where in enumerate(start.units):
+                if where.states != "none":
+                    yield _Upgrade("states", unit, "host")
+        if self._request.weights == "auto" and not self._device_is_host:
+            for unit in range(len(start.units)):
+                yield _Upgrade("weights", unit, "device")
+
+    def _candidate(self, placement: Placement) -> _Candidate:
+        pools = SlabNames(self._model, placement, self._element_bytes).all()
+        extents = extents_per_unit(placement, self._request.keeps_saved_points) if self._request.has_store else 0
+        process = self._budget.process_bytes
+        tiers = peaks(self._model, placement, pools, process, self._device_is_host, extents)
+        return _Candidate(placement, pools, tiers)
+
+    def _fits(self, candidate: _Candidate) -> bool:
+        need, have = candidate.peaks, self._budget
+        within = need.device <= have.device_bytes and need.host <= have.host_bytes
+        return within and need.disk <= have.disk_bytes
+
+    def _shortage(self, smallest: _Candidate) -> str:
+        need, have = smallest.peaks, self._budget
+        tiers = (
+            ("device", need.device, have.device_bytes, "--device-memory"),
+            ("host", need.host, have.host_bytes, "--host-memory"),
+            ("disk", need.disk, have.disk_bytes, "--disk-memory or more room under --store"),
+        )
+        short = [
+            f"{tier} memory: the smallest budget that works is {format_size(need_bytes)}, "
+            f"there is {format_size(have_bytes)} ({flag})"
+            for tier, need_bytes, have_bytes, flag in tiers
+            if need_bytes > have_bytes
+        ]
+        return "the model does not fit: " + "; ".join(short) + "; shorter or smaller batches need less"
+
+
+@dataclass(frozen=True, slots=True)
+class _Upgrade:
+    """Put one part of one unit (or call) into another tier."""
+
+    part: str
+    index: int
+    tier: str
+
+    def __call__(self, placement: Placement) -> Placement:
+        if self.part == "acts":
+            acts = placement.acts
+            return replace(placement, acts=(*acts[: self.index], self.tier, *acts[self.index + 1 :]))
+        units = list(placement.units)
+        where = units[self.index]
+        if self.part == "weights" and where.weights != "device":
+            units[self.index] = replace(where, weights=self.tier)
+        elif self.part == "states":
+            units[self.index] = replace(where, states=self.tier)
+        elif self.part == "grads":
+            units[self.index] = replace(where, grads=self.tier)
+        return replace(placement, units=tuple(units))
+
+
+def state_bytes_per_element(model: ModelProfile) -> int:
+    """Weight, state and gradient bytes of one element, at most: a subgroup's slab holds all three."""
+    most = 0
+    for unit in model.units:
+        if unit.num_trainable:
+            most = max(most, round((unit.state_bytes + 2 * unit.grad_bytes) / unit.num_trainable))
+    return most
+
+
+def _notes(candidate: _Candidate, request: PlanRequest) -> tuple[str, ...]:
+    notes = []
+    units = candidate.placement.units
+    if request.has_store and any(where.states == "host" for where in units):
+        notes.append("optimizer states rest in host memory: saved points are --save-steps apart")
+    if any(where.grads == "disk" for where in units if where.states != "none"):
+        notes.append("gradients wait on disk for the global norm: more host memory, or no clipping, avoids that")
+    if "disk" in candidate.placement.acts:
+        notes.append("inputs of units overflow to disk")
+    return tuple(notes)

@@ -1,0 +1,357 @@
+"""The Python API: load, prepare, save."""
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from spillway.checkpoint.load import load_weights
+from spillway.checkpoint.points import SavedPoints
+from spillway.checkpoint.save import MAX_SHARD_BYTES, save_weights
+from spillway.checkpoint.sources import DirectorySource, ModuleSource, WeightSource
+from spillway.hardware.limits import free_host_bytes, process_bytes
+from spillway.hardware.probe import measure
+from spillway.model.units import Unit, find_units
+from spillway.optim.config import AdamW
+from spillway.optim.optimizer import StreamingOptimizer
+from spillway.plan.search import PlanRequest, make_plan
+from spillway.runtime.device import Device, open_device
+from spillway.runtime.session import Session
+from spillway.spec.errors import UsageError
+from spillway.spec.hardware import Budget
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Plan
+from spillway.spec.sizes import parse_size
+from spillway.store.disk import free_bytes
+from spillway.store.placed import PlacedStore
+
+# What libraries, threads and the user's data still take after the plan was made.
+_PROCESS_RESERVE = 256 << 20
+_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The directory a model on the meta device was loaded from."""
+
+    directory: Path
+
+
+_origins: "weakref.WeakKeyDictionary[nn.Module, _Origin]" = weakref.WeakKeyDictionary()
+_sessions: "weakref.WeakKeyDictionary[nn.Module, Prepared]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What belongs to a prepared model."""
+
+    session: Session
+    optimizer: StreamingOptimizer
+    points: SavedPoints
+    budget: Budget
+    origin: Path | None
+
+
+def load(directory: str | os.PathLike[str], auto_class: Any, dtype: str | torch.dtype = "bfloat16") -> nn.Module:
+    """A Hugging Face model without its weights, which `prepare` streams into the store shard by shard.
+
+    `auto_class`: a transformers class such as AutoModelForCausalLM. `dtype` is the one it computes in; bfloat16 keeps an
+    fp32 master. Raises UsageError for a directory that is no model.
+    """
+    from spillway.integrations.huggingface import build_on_meta, find_directory
+
+    path = find_directory(os.fspath(directory))
+    model = build_on_meta(path, auto_class, as_dtype(dtype))
+    _origins[model] = _Origin(path)
+    return model
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The torch dtype of a name. Raises UsageError for one that cannot be trained in."""
+    found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(dtype)
+    if found not in (torch.bfloat16, torch.float32):
+        raise UsageError(f"dtype {dtype} cannot be trained in: choose bfloat16 or float32")
+    return found
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    *,
+    store: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    device: str = "auto",
+    device_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    disk_memory: str | int | None = None,
+    micro_batch: int | None = None,
+    gradient_accumulation_steps: int = 1,
+    update: str = "auto",
+    weights: str = "auto",
+    states: str = "auto",
+    example: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    keep_saved_points: bool = False,
+) -> tuple[nn.Module, StreamingOptimizer]:
+    """Let `model` train within the given memory; the loop around it stays as it is.
+
+    `model`: from `load`, or any nn.Module in memory (its parameters then move into the store). `store`: one or more
+    directories on fast drives; without any, everything rests in host memory. Memory sizes as people write them
+    ("24GB"); by default what is free. `micro_batch`: rows computed at a time inside each unit. `update`: "auto",
+    "serial" or "overlap". `weights`, `states`: "auto", "host" or "disk" (weights also "device"). `example`: keyword
+    arguments of the longest batch to come; with it everything is planned and checked now, otherwise at the first
+    forward. `resume`: go on from the last saved point in `store`.
+
+    Returns the same model, and the optimizer. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
+    """
+    settings = optimizer or AdamW()
+    paths = _store_paths(store)
+    compute = open_device(device)
+    origin = _origins.get(model)
+    if origin is None and any(param.is_meta for param in model.parameters()):
+        raise UsageError("the model is on the meta device and was not made by spillway.load: there are no weights")
+    units = find_units(model)
+    aliases = _aliases(model)
+    in_memory = {name: param.data for name, param in model.named_parameters()} if origin is None else {}
+    source: WeightSource = (
+        ModuleSource(in_memory) if origin is None else DirectorySource(origin.directory, model, aliases)
+    )
+    budget = make_budget(compute, paths, device_memory, host_memory, disk_memory, _host_bytes(in_memory))
+    points = SavedPoints(paths[0] if paths else None, units, len(paths))
+    committed = points.find(resume)
+    placed = PlacedStore(
+        [unit.layout for unit in units],
+        paths,
+        budget,
+        compute.allocate,
+        compute.pin if compute.kind == "cuda" else None,
+        keep=committed is not None,
+        keeps_saved_points=keep_saved_points,
+    )
+    request = PlanRequest(
+        update,
+        weights,
+        states,
+        settings.max_grad_norm is not None,
+        gradient_accumulation_steps,
+        bool(paths),
+        keep_saved_points,
+    )
+    planner = _Planner(compute, units, paths, budget, request)
+    session = Session(
+        model,
+        units,
+        compute,
+        planner,
+        placed,
+        gradient_accumulation_steps,
+        micro_batch,
+        psutil.cpu_count(logical=True) or 1,
+    )
+    _move_buffers(model, compute)
+    streaming = StreamingOptimizer(
+        settings, session.placeholders, lambda: _finish(model), points.step if committed else 0
+    )
+    session.hypers = streaming.hypers
+    session.max_grad_norm = settings.max_grad_norm
+    session.segments = [_segments(unit, session, streaming) for unit in units]
+
+    def fill(opened: PlacedStore) -> None:
+        if committed is not None:
+            points.restore(opened)
+        else:
+            load_weights(opened, units, source)
+            points.begin(opened)
+
+    placed.on_open = fill
+    _sessions[model] = Prepared(session, streaming, points, budget, origin.directory if origin else None)
+    _adapt(model, session)
+    if example is not None:
+        session.open((), dict(example))
+    return model, streaming
+
+
+def prepared(model: nn.Module) -> Prepared:
+    """What belongs to a model that went through `prepare`. Raises UsageError for any other."""
+    found = _sessions.get(model)
+    if found is None:
+        raise UsageError("this model did not go through spillway.prepare")
+    return found
+
+
+def save_pretrained(
+    model: nn.Module, directory: str | os.PathLike[str], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> Path:
+    """Write a directory that `from_pretrained` loads: sharded safetensors, config, tokenizer of the source. Streams;
+    needs host memory for one window, not for the model. Returns the directory."""
+    parts = prepared(model)
+    session, path = parts.session, Path(directory)
+    if not session.is_open:
+        session.open()
+    save_weights(session.store, session.units, persistent_buffers(model), path, max_shard_bytes)
+    from spillway.integrations.huggingface import save_config
+
+    save_config(model, path, parts.origin)
+    return path
+
+
+def close(model: nn.Module) -> None:
+    """Release memory, files and locks of a prepared model; saved points stay."""
+    prepared(model).session.close()
+
+
+def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter as it is at rest, whole, on the CPU: for small models and for tests."""
+    from spillway.checkpoint.load import read_parameter
+
+    session = prepared(model).session
+    if not session.is_open:
+        session.open()
+    return {
+        place.name: read_parameter(session.store, index, place, unit.layout)
+        for index, unit in enumerate(session.units)
+        for place in unit.layout.places
+    }
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong into a checkpoint, by name."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def make_budget(
+    device: Device,
+    paths: tuple[Path, ...],
+    device_memory: str | int | None,
+    host_memory: str | int | None,
+    disk_memory: str | int | None,
+    counted_bytes: int = 0,
+) -> Budget:
+    """Bytes of each tier that may be used: what the user gave, otherwise nine tenths of what is free. `counted_bytes`
+    of the process are weights that will have moved into the store."""
+    process = max(process_bytes() - counted_bytes, 0) + _PROCESS_RESERVE
+    host = _size(host_memory, "host_memory")
+    if host is None:
+        host = int(0.9 * (free_host_bytes() + process_bytes()))
+    have_device = _size(device_memory, "device_memory")
+    if have_device is None:
+        free = host if device.kind == "cpu" else torch.cuda.mem_get_info(device.torch_device)[0]
+        have_device = int(0.95 * free) if device.kind != "cpu" else free
+    disk = _size(disk_memory, "disk_memory")
+    free_disk = len(paths) * min((free_bytes(path) for path in paths), default=0)
+    return Budget(have_device, host, free_disk if disk is None else min(disk, free_disk), process)
+
+
+def _size(text: str | int | None, name: str) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}") from error
+
+
+class _Planner:
+    """Measures the machine once, then plans any profile."""
+
+    def __init__(
+        self, device: Device, units: tuple[Unit, ...], paths: tuple[Path, ...], budget: Budget, request: PlanRequest
+    ) -> None:
+        self._device = device
+        self._dtype = max((unit.layout for unit in units), key=lambda layout: layout.num_trainable).dtype
+        self._paths = paths
+        self._budget = budget
+        self._request = request
+        self._placed: Plan | None = None
+        self._hardware: Any = None
+
+    def __call__(self, profile: ModelProfile, is_open: bool) -> Plan:
+        """The plan; once weights rest somewhere they stay there."""
+        if self._hardware is None:
+            self._hardware = measure(
+                self._device.torch_device,
+                self._dtype,
+                self._paths,
+                lambda target, source: self._device.copy("upload", target, source, []),
+            )
+        fixed = self._placed.placement.units if is_open and self._placed is not None else None
+        request = PlanRequest(
+            self._request.update,
+            self._request.weights,
+            self._request.states,
+            self._request.clip,
+            self._request.accumulation,
+            self._request.has_store,
+            self._request.keeps_saved_points,
+            fixed,
+        )
+        plan = make_plan(profile, self._hardware, self._budget, request)
+        if not is_open:
+            self._placed = plan
+        return plan
+
+
+def _finish(model: nn.Module) -> Any:
+    parts = prepared(model)
+    result = parts.session.finish()
+    parts.optimizer.num_steps += 1
+    parts.points.after_step(parts.session.store, parts.optimizer.num_steps)
+    return result
+
+
+def _store_paths(store: Any) -> tuple[Path, ...]:
+    if store is None:
+        return ()
+    given = [store] if isinstance(store, (str, os.PathLike)) else list(store)
+    return tuple(Path(path) for path in given)
+
+
+def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {found[0]: tuple(found) for found in names.values()}
+
+
+def _host_bytes(params: dict[str, torch.Tensor]) -> int:
+    return sum(param.numel() * param.element_size() for param in params.values() if param.device.type == "cpu")
+
+
+def _segments(unit: Unit, session: Session, optimizer: StreamingOptimizer) -> list[tuple[int, int, int]]:
+    """Element ranges of the unit's trainable part with their parameter group; neighbours of one group are joined."""
+    groups = optimizer.group_of()
+    trained = [place for place in unit.layout.places if place.trainable]
+    segments: list[tuple[int, int, int]] = []
+    for index, place in enumerate(trained):
+        stop = trained[index + 1].start if index + 1 < len(trained) else unit.layout.num_trainable
+        group = groups[id(session.placeholders[place.name])]
+        if segments and segments[-1][2] == group:
+            segments[-1] = (segments[-1][0], stop, group)
+        else:
+            segments.append((place.start, stop, group))
+    return segments
+
+
+def _move_buffers(model: nn.Module, device: Device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device.torch_device)
+
+
+def _adapt(model: nn.Module, session: Session) -> None:
+    """Only a transformers model needs transformers."""
+    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+        from spillway.integrations.huggingface import adapt
+
+        adapt(model, session)

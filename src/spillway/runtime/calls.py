@@ -1,0 +1,208 @@
+"""One call of a unit, flattened: cut into micro-batches, run, put together again, and differentiated."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from spillway.model.profile import CallShape
+from spillway.spec.errors import invariant
+
+
+@dataclass(frozen=True, slots=True)
+class FlatCall:
+    """A function and its arguments with the tensors taken out; `holes` are their places among the leaves."""
+
+    function: Callable[..., Any]
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    holes: tuple[int, ...]
+
+    def run(self, tensors: list[torch.Tensor]) -> tuple[list[Any], TreeSpec]:
+        """Call the function with these tensors; its result flattened."""
+        leaves = list(self.leaves)
+        for hole, tensor in zip(self.holes, tensors, strict=True):
+            leaves[hole] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return tree_flatten(self.function(*args, **kwargs))
+
+
+def flatten_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[FlatCall, list[torch.Tensor]]:
+    """The call, and its tensors."""
+    leaves, spec = tree_flatten((args, kwargs))
+    holes = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    tensors = [leaves[hole] for hole in holes]
+    for hole in holes:
+        leaves[hole] = None
+    return FlatCall(function, spec, tuple(leaves), holes), tensors
+
+
+@dataclass(slots=True)
+class Replay:
+    """What backward needs to run the forward again bit for bit: generator states and autocast."""
+
+    rng: list[torch.Tensor]
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+
+def autocast_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """The autocast setting in force, to be entered again later."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(device.type)
+    return lambda: torch.autocast(device.type, dtype)
+
+
+def rng_state(device: torch.device) -> torch.Tensor:
+    """State of the generator that dropout on this device draws from."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """The reverse of `rng_state`."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
+
+
+def pieces(call: FlatCall, shape: CallShape, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors of each micro-batch: cut ones narrowed, the others whole."""
+    for index in range(shape.chunks):
+        yield [
+            _rows(tensor, shape, index) if hole in shape.cut_inputs else tensor
+            for hole, tensor in zip(call.holes, tensors, strict=True)
+        ]
+
+
+def _rows(tensor: torch.Tensor, shape: CallShape, index: int) -> torch.Tensor:
+    if shape.chunks == 1:
+        return tensor
+    start = index * shape.chunk_rows
+    return tensor.narrow(0, start, min(shape.chunk_rows, tensor.shape[0] - start))
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    """Autograd saves nothing in the first forward: backward computes it again."""
+
+
+def _never(nothing: None) -> torch.Tensor:
+    raise AssertionError("the forward of a unit kept something for a backward that is recomputed")
+
+
+def run_forward(
+    call: FlatCall, shape: CallShape, tensors: list[torch.Tensor], device: torch.device
+) -> tuple[list[Any], TreeSpec, Replay]:
+    """The call's result, flattened and detached, with gradients enabled inside so that the same kernels run as in
+    backward (attention picks its own by whether a gradient is needed), and nothing kept."""
+    rng, parts = [], []
+    spec: TreeSpec | None = None
+    for piece in pieces(call, shape, tensors):
+        rng.append(rng_state(device))
+        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in piece]
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _never):  # type: ignore[arg-type]
+            outputs, spec = call.run(inputs)
+        parts.append([_settled(output, inputs, tensors) for output in outputs])
+        del inputs, outputs
+    invariant(spec is not None, "a call has at least one micro-batch")
+    whole = parts[0] if shape.chunks == 1 else _put_together(parts, shape)
+    return whole, spec, Replay(rng, autocast_of(device))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class PassedThrough:
+    """An output that is one of the inputs, unchanged: its gradient need not pass the unit."""
+
+    index: int
+
+
+def _settled(output: Any, inputs: list[torch.Tensor], originals: list[torch.Tensor]) -> Any:
+    for index, tensor in enumerate(inputs):
+        if output is tensor:
+            return PassedThrough(index)
+    return output.detach() if isinstance(output, torch.Tensor) else output
+
+
+def _put_together(parts: list[list[Any]], shape: CallShape) -> list[Any]:
+    whole = []
+    for place, column in enumerate(zip(*parts, strict=True)):
+        first = column[0]
+        is_tensor = isinstance(first, torch.Tensor)
+        if is_tensor and shape.kind == "LOSS":
+            total = column[0]
+            for part in column[1:]:
+                total = total + part
+            whole.append(total)
+        elif is_tensor and place in shape.cut_outputs:
+            whole.append(torch.cat(column))
+        else:
+            whole.append(first)
+    return whole
+
+
+def run_backward(
+    call: FlatCall,
+    shape: CallShape,
+    tensors: list[torch.Tensor],
+    needs_grad: list[bool],
+    grads: list[torch.Tensor | None],
+    replay: Replay,
+    device: torch.device,
+) -> list[torch.Tensor | None]:
+    """Recompute each micro-batch and differentiate it. Parameter gradients are summed where the bound leaves point;
+    returned are the gradients of the tensors. `grads`: one per tensor output that is no input, in flattened order."""
+    after = rng_state(device)
+    found: list[torch.Tensor | None] = [None] * len(tensors)
+    for index, piece in enumerate(pieces(call, shape, tensors)):
+        set_rng_state(device, replay.rng[index])
+        inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(piece, needs_grad, strict=True)]
+        with torch.enable_grad(), replay.autocast():
+            outputs, _ = call.run(inputs)
+            own = [out for out in outputs if isinstance(out, torch.Tensor) and all(out is not i for i in inputs)]
+            pairs = [
+                (out, _grad_piece(grad, out, shape, index))
+                for out, grad in zip(own, grads, strict=True)
+                if out.requires_grad and grad is not None
+            ]
+            pairs = [(out, grad) for out, grad in pairs if grad is not None]
+            if pairs:
+                torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        for place, tensor in enumerate(inputs):
+            if tensor.grad is not None:
+                cut = call.holes[place] in shape.cut_inputs
+                found[place] = _collect(found[place], tensor.grad, tensors[place], shape, cut, index)
+        del inputs, outputs, own, pairs
+    set_rng_state(device, after)
+    return found
+
+
+def _grad_piece(
+    grad: torch.Tensor | None, output: torch.Tensor, shape: CallShape, index: int
+) -> torch.Tensor | None:
+    """The gradient of this micro-batch's output. Of an output that is the same for every micro-batch, the first one
+    carries the whole gradient."""
+    if grad is None or shape.chunks == 1 or shape.kind == "LOSS":
+        return grad
+    if output.shape == grad.shape:
+        return grad if index == 0 else None
+    start = index * shape.chunk_rows
+    return grad.narrow(0, start, output.shape[0])
+
+
+def _collect(
+    whole: torch.Tensor | None, part: torch.Tensor, tensor: torch.Tensor, shape: CallShape, cut: bool, index: int
+) -> torch.Tensor:
+    if shape.chunks == 1:
+        return part
+    if not cut:
+        return part if whole is None else whole.add_(part)
+    if whole is None:
+        whole = torch.empty(tensor.shape, dtype=part.dtype, device=part.device)
+    start = index * shape.chunk_rows
+    whole.narrow(0, start, part.shape[0]).copy_(part)
+    return whole

@@ -1,0 +1,213 @@
+"""Runs a list of operations: one thread per lane, in list order, each operation as soon as its dependencies are done and
+its leases are granted. The compute lane is the caller's own thread. Nothing here knows what comes next: the list does."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from spillway.runtime.device import Device
+from spillway.spec.errors import invariant
+from spillway.spec.plan import Op
+from spillway.spec.trace import Span, Trace
+from spillway.store.arena import SlabPools
+
+# Carries out an operation on its lane; the events are those after which its slabs and inputs may be touched.
+Handler = Callable[[Op, list[object]], None]
+
+_THREAD_LANES = ("upload", "download", "read", "write", "update")
+
+
+class LaneError(RuntimeError):
+    """An operation failed; the cause says why."""
+
+
+class Executor:
+    """Executes one list at a time. Thread-safe where the lanes and the caller meet."""
+
+    def __init__(self, device: Device, handler: Handler) -> None:
+        self._device = device
+        self._handler = handler
+        self._changed = threading.Condition()
+        self._ops: tuple[Op, ...] = ()
+        self._pools: SlabPools | None = None
+        self._done: list[bool] = []
+        self._events: dict[int, object] = {}
+        self._compute: list[Op] = []
+        self._next_compute = 0
+        self._running = 0
+        self._list_number = 0
+        self._error: BaseException | None = None
+        self._failed: Op | None = None
+        self._abandoned = True
+        self._closed = False
+        self._spans: list[Span] = []
+        self._started = 0.0
+        self._threads = [
+            threading.Thread(target=self._work, args=(lane,), name=f"spillway-{lane}", daemon=True)
+            for lane in _THREAD_LANES
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # The caller's side #
+
+    def start(self, ops: tuple[Op, ...], pools: SlabPools) -> None:
+        """Begin a list; the one before must be finished or abandoned."""
+        with self._changed:
+            invariant(self.idle, "a step began before the last one was over")
+            pools.start(ops)
+            self._pools = pools
+            self._ops = ops
+            self._done = [False] * len(ops)
+            self._events = {}
+            self._compute = [op for op in ops if op.lane == "compute"]
+            self._next_compute = 0
+            self._error = self._failed = None
+            self._abandoned = False
+            self._spans = []
+            self._started = time.perf_counter()
+            self._list_number += 1
+            self._running = len(_THREAD_LANES)
+            self._changed.notify_all()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no list is under way."""
+        return self._running == 0 and self._next_compute == len(self._compute)
+
+    @property
+    def seconds(self) -> float:
+        """Since the list began."""
+        return time.perf_counter() - self._started
+
+    def upcoming_compute(self) -> Op | None:
+        """The compute operation the list has next."""
+        with self._changed:
+            return self._compute[self._next_compute] if self._next_compute < len(self._compute) else None
+
+    def begin_compute(self, op: Op) -> float:
+        """Wait until the next compute operation may run, with its leases; gives its start for `end_compute`."""
+        with self._changed:
+            self._raise_failure()
+            invariant(self._compute[self._next_compute] is op, f"{op.kind} of call {op.call} is not next on its lane")
+            events = self._acquire(op)
+            self._raise_failure()
+            invariant(events is not None, "the step was given up while it was computing")
+        self._device.wait(events or [])
+        return self.seconds
+
+    def end_compute(self, op: Op, start: float) -> None:
+        """Mark the operation done; its leases carry the event that ends its work on the device."""
+        event = self._device.mark()
+        self._next_compute += 1
+        self._finish(op, event, start)
+
+    def skip_compute(self, op: Op) -> None:
+        """Pass over a backward that autograd did not need."""
+        start = self.begin_compute(op)
+        self.end_compute(op, start)
+
+    def wait(self) -> Trace:
+        """Return when every operation is done. Raises what a lane raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._running == 0)
+            self._raise_failure()
+        return Trace(tuple(self._spans), max((span.end_s for span in self._spans), default=0.0))
+
+    def wait_for(self, predicate: Callable[[Op], bool]) -> None:
+        """Return when every operation the predicate picks is done."""
+        with self._changed:
+            picked = [op.id for op in self._ops if predicate(op)]
+            self._changed.wait_for(lambda: self._error is not None or all(self._done[op] for op in picked))
+            self._raise_failure()
+
+    def abandon(self) -> None:
+        """Give the list up: lanes finish the operation they are in, leases come back."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._running == 0)
+            self._next_compute = len(self._compute)
+            if self._pools is not None:
+                self._pools.abandon()
+
+    def close(self) -> None:
+        """End the lanes."""
+        self.abandon()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # The lanes' side #
+
+    def _work(self, lane: str) -> None:
+        seen = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda seen=seen: self._closed or self._list_number != seen)  # type: ignore[misc]
+                if self._closed:
+                    return
+                seen = self._list_number
+                ops = [op for op in self._ops if op.lane == lane]
+            try:
+                for op in ops:
+                    if not self._carry_out(op):
+                        break
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
+
+    def _carry_out(self, op: Op) -> bool:
+        with self._changed:
+            events = self._acquire(op)
+        if events is None:
+            return False
+        start = self.seconds
+        try:
+            self._handler(op, events)
+        except BaseException as error:
+            with self._changed:
+                if self._error is None:
+                    self._error, self._failed = error, op
+                self._abandoned = True
+                self._changed.notify_all()
+            return False
+        self._finish(op, None, start)
+        return True
+
+    def _acquire(self, op: Op) -> list[object] | None:
+        """Wait (holding the lock) for dependencies and leases; None when the list was given up."""
+        granted: list[object] | None = None
+
+        def ready() -> bool:
+            nonlocal granted
+            if self._abandoned:
+                return True
+            if not all(self._done[dep] for dep in op.deps) or self._pools is None:
+                return False
+            granted = self._pools.try_take(op)
+            return granted is not None
+
+        self._changed.wait_for(ready)
+        if self._abandoned or granted is None:
+            return None
+        return granted + [self._events[dep] for dep in op.deps if self._events.get(dep) is not None]
+
+    def _finish(self, op: Op, event: object, start: float) -> None:
+        with self._changed:
+            if self._pools is not None:
+                self._pools.give(op, event)
+            self._done[op.id] = True
+            if event is not None:
+                self._events[op.id] = event
+            self._spans.append(
+                Span(op.id, op.kind, op.lane, op.unit, op.group, start, self.seconds, op.amount)
+            )
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._error is not None and self._failed is not None:
+            raise self._error

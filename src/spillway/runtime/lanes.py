@@ -1,0 +1,176 @@
+"""What each kind of operation does on its lane."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from spillway.optim.update import Hyper, clip_scale, sum_squares, update_range
+from spillway.runtime.device import Device
+from spillway.spec.errors import NonFinite, invariant
+from spillway.spec.plan import Op
+from spillway.store.arena import SlabPools
+from spillway.store.disk import Extent
+from spillway.store.homes import Homes, SlabRange, UnitHome
+
+HOME, WRITTEN = "home", "written"
+
+
+@dataclass(slots=True)
+class StepState:
+    """What the operations of one step share besides slabs."""
+
+    hypers: list[Hyper] = field(default_factory=list)  # per parameter group
+    max_grad_norm: float | None = None
+    squares: dict[int, float] = field(default_factory=dict)  # per unit: sum of squares of its gradient
+    scale: float = 1.0
+    fresh: set[int] = field(default_factory=set)  # units whose gradient slot this backward has filled
+    acts: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # inputs on their way out, per call
+    act_extents: dict[int, Extent] = field(default_factory=dict)
+
+    def grad_norm(self) -> float:
+        """The global norm of the gradients before clipping."""
+        return math.sqrt(sum(self.squares[unit] for unit in sorted(self.squares)))
+
+
+class LaneWorker:
+    """Carries out operations; the executor says when. `segments`: per unit, (start, stop, parameter group) ranges of
+    its trainable elements."""
+
+    def __init__(
+        self, device: Device, homes: Homes, segments: list[list[tuple[int, int, int]]], names: list[str], threads: int
+    ) -> None:
+        self._device = device
+        self._homes = homes
+        self._segments = segments
+        self._names = names
+        self._threads = threads
+        self.pools: SlabPools | None = None
+        self.step = StepState()
+
+    def __call__(self, op: Op, events: list[object]) -> None:
+        """Run one operation of a thread lane."""
+        run = getattr(self, f"_{op.kind.lower()}_{op.group}", None) or getattr(self, f"_{op.kind.lower()}")
+        run(op, self._homes.units[op.unit], events)
+
+    def _buffer(self, lease: str) -> torch.Tensor:
+        invariant(self.pools is not None, "no step is under way")
+        if self.pools is None:
+            raise AssertionError
+        return self.pools.buffer(lease)
+
+    # Weights #
+
+    def _read_weight(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        index = home.current if op.source == HOME or home.written is None else home.written
+        extent = Extent(home.extents[index].offset, home.layout.weight_bytes)
+        self._homes.need_disk().read(self._homes.read_engine, extent, self._buffer(op.target))
+
+    def _upload_weight(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        source = home.weight if op.source == HOME else self._buffer(op.source)
+        target = home.device_weight if op.target == HOME else self._buffer(op.target)
+        invariant(source is not None and target is not None, f"unit {op.unit} has no weights to upload")
+        if source is not None and target is not None:
+            size = home.layout.weight_bytes
+            self._device.copy("upload", target[:size], source[:size], events)
+
+    # Activations #
+
+    def _download_act(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        buffer, at = self._buffer(op.target), 0
+        for tensor in self.step.acts.pop(op.call):
+            size = tensor.numel() * tensor.element_size()
+            self._device.copy("download", buffer[at : at + size].view(tensor.dtype).view(tensor.shape), tensor, events)
+            at += -(-size // 4096) * 4096
+
+    def _write_act(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        extent = self.step.act_extents[op.call]
+        move = (extent, self._buffer(op.source)[: extent.num_bytes])
+        self._homes.need_disk().write_all(self._homes.write_engine, [move])
+
+    def _read_act(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        self._homes.need_disk().read(
+            self._homes.read_engine, self.step.act_extents[op.call], self._buffer(op.target)
+        )
+
+    def _upload_act(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        size = int(op.amount)
+        self._device.copy("upload", self._buffer(op.target)[:size], self._buffer(op.source)[:size], events)
+
+    # Gradients #
+
+    def _download_grad(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        if op.unit not in self.step.fresh:
+            return  # autograd did not reach this unit
+        source = home.device_grad if op.source == HOME else self._buffer(op.source)
+        target = home.grad if op.target == HOME else self._buffer(op.target)
+        invariant(source is not None and target is not None, f"unit {op.unit} has no gradient to download")
+        if source is not None and target is not None:
+            size = home.layout.grad_bytes
+            self._device.copy("download", target[:size], source[:size], events)
+        if not (op.target != HOME and home.grad is not None):
+            home.has_grad = True
+
+    def _accumulate(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        if op.unit not in self.step.fresh or home.grad is None:
+            return
+        size, dtype = home.layout.grad_bytes, home.layout.dtype
+        new, old = self._buffer(op.source)[:size].view(dtype), home.grad[:size].view(dtype)
+        if home.has_grad:
+            old.add_(new)
+        else:
+            old.copy_(new)
+        home.has_grad = True
+
+    def _norm(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        if op.unit < 0:
+            self.step.scale = clip_scale(self.step.grad_norm(), self.step.max_grad_norm)
+            return
+        home = self._homes.units[op.unit]
+        if not home.has_grad:
+            return
+        grad = home.grad if op.source == HOME else self._buffer(op.source)
+        invariant(grad is not None, f"unit {op.unit} has no gradient at rest")
+        if grad is None:
+            return
+        elements = grad[: home.layout.grad_bytes].view(home.layout.dtype)[: home.layout.num_trainable]
+        total = sum_squares(elements, self._threads)
+        if not math.isfinite(total):
+            raise NonFinite(
+                f"a gradient of {self._names[op.unit]} is infinite or not a number; the step was not applied and "
+                f"the last saved point is intact: lower the learning rate or look at the batch"
+            )
+        self.step.squares[op.unit] = total
+
+    def _write_grad(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        invariant(home.spill is not None, f"unit {op.unit} has no room on disk for its gradient")
+        if home.spill is not None and home.has_grad:
+            move = (home.spill, self._buffer(op.source)[: home.spill.num_bytes])
+            self._homes.need_disk().write_all(self._homes.write_engine, [move])
+
+    # Updates #
+
+    def _read_state(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        moves = SlabRange(home, op.start, op.stop).reads(self._buffer(op.target))
+        self._homes.need_disk().read_all(self._homes.read_engine, moves)
+
+    def _update(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        if not home.has_grad:
+            return  # nothing reached this unit: as in PyTorch, it is left alone
+        slab = None if op.target == HOME else self._buffer(op.target)
+        grad = home.grad if op.source == HOME else self._buffer(op.source)
+        arrays = SlabRange(home, op.start, op.stop).arrays(slab, grad)
+        for start, stop, group in self._segments[op.unit]:
+            begin, end = max(start, op.start), min(stop, op.stop)
+            if begin < end:
+                part = arrays.narrow(begin - op.start, end - begin)
+                update_range(part, self.step.hypers[group], self.step.scale, self._threads)
+
+    def _write_state(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        moves = SlabRange(home, op.start, op.stop).writes(self._buffer(op.source))
+        self._homes.need_disk().write_all(self._homes.write_engine, moves)
+
+    def _commit(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        if self._homes.disk is not None and any(unit.written is not None for unit in self._homes.units):
+            self._homes.disk.sync()
+        self._homes.flip()

@@ -1,0 +1,492 @@
+"""One model in training: turns the user's forward, backward and optimizer step into the operations of the plan."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from spillway.model.binding import bind, bound, make_placeholders
+from spillway.model.profile import (
+    CallRecord,
+    CallShape,
+    Profiler,
+    batch_rows,
+    grow_batch,
+    model_profile,
+    shapes_of,
+)
+from spillway.model.units import Unit
+from spillway.optim.update import Hyper
+from spillway.runtime.calls import FlatCall
+from spillway.runtime.device import Device
+from spillway.runtime.executor import Executor
+from spillway.runtime.lanes import HOME, LaneWorker, StepState
+from spillway.runtime.unit import UnitForward, run_in_step
+from spillway.runtime.window import bind_for_step, leaves, weight_views
+from spillway.spec.errors import UsageError, invariant
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Op, Plan
+from spillway.spec.sizes import align
+from spillway.spec.trace import Trace
+from spillway.store.arena import PAGE, SlabPools
+from spillway.store.placed import PlacedStore
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The plan for batches of one shape."""
+
+    plan: Plan
+    profile: ModelProfile
+    shapes: tuple[CallShape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredInput:
+    """An input of a call that waits for backward in the activation store."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    traces: list[Trace] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """From the first operation of each list to its last."""
+        return sum(trace.seconds for trace in self.traces)
+
+
+# Makes the plan for a profile; the second argument tells whether units already rest where an earlier plan put them.
+Planner = Callable[[ModelProfile, bool], Plan]
+
+
+class Session:
+    """Owns the lanes and the store while a model trains. Made by `spillway.prepare`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: tuple[Unit, ...],
+        device: Device,
+        planner: Planner,
+        store: PlacedStore,
+        accumulation: int,
+        micro_batch: int | None,
+        threads: int,
+    ) -> None:
+        self.model = model
+        self.units = units
+        self.device = device
+        self.store = store
+        self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
+        self.accumulation = accumulation
+        self.result: StepResult | None = None
+        self.schedule: Schedule | None = None
+        self._laid: Schedule | None = None  # whose slabs the arena is cut into
+        self.hypers: Callable[[], list[Hyper]] = list
+        self.max_grad_norm: float | None = None
+        self.segments: list[list[tuple[int, int, int]]] = []
+        self.batch_hooks: list[Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]] = []
+        # Each gets the function that profiles one forward and returns what it gave, trying what it may.
+        self.profile_trials: list[Callable[[Callable[[], list[CallRecord]]], list[CallRecord]]] = []
+        self._planner = planner
+        self._micro_batch = micro_batch
+        self._threads = threads
+        self._placeholders = make_placeholders(units)
+        self._schedules: dict[Any, Schedule] = {}
+        self._worker: LaneWorker | None = None
+        self._executor: Executor | None = None
+        self._profiler: Profiler | None = None
+        self._profiling_real = False
+        self._in_step = False
+        self._next_call = 0
+        self._backwards = 0  # of this optimizer step
+        self._in_backward = False
+        self._traces: list[Trace] = []
+        self._replace_forwards()
+
+    # Opening #
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the weights rest in the store."""
+        return self._executor is not None
+
+    @property
+    def placeholders(self) -> dict[str, nn.Parameter]:
+        """What stands in the module tree for each parameter."""
+        return self._placeholders
+
+    def open(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Schedule:
+        """Plan for this batch, take the memory and the disk space, and load the weights. Without a batch only the
+        resting places are planned. Raises PlanInfeasible and DiskError before anything is computed."""
+        kwargs = kwargs or {}
+        for hook in self.batch_hooks:
+            kwargs = hook(args, kwargs)
+        schedule = self._schedule_for(args, kwargs)
+        self._ensure_open(schedule)
+        return schedule
+
+    def close(self) -> None:
+        """End the lanes and release memory, files and locks."""
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
+        self.store.close()
+
+    def _ensure_open(self, schedule: Schedule) -> None:
+        if self._executor is None:
+            self.store.open(schedule.plan, schedule.profile)
+            self._worker = LaneWorker(
+                self.device, self.store.homes, self.segments, [unit.name for unit in self.units], self._threads
+            )
+            self._executor = Executor(self.device, self._worker)
+        if self.schedule is not schedule:
+            invariant(self._executor.idle, "the plan changed within a step")
+            self.schedule = schedule
+        if self.store.pools is None or self._laid is not schedule:
+            self.store.name_slabs(schedule.plan, schedule.profile)
+            self.store.lay_slabs(schedule.plan)
+            self._laid = schedule
+
+    def _replace_forwards(self) -> None:
+        for index, unit in enumerate(self.units):
+            bind(unit, self._placeholders)
+            for path, module in unit.members:
+                original = module.forward
+                module.forward = UnitForward(self, index, path, original)  # type: ignore[method-assign]
+        self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    # Planning #
+
+    def _schedule_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
+        signature = _signature((args, kwargs))
+        known = self._schedules.get(signature)
+        if known is None:
+            calls, shapes = self._profile(args, kwargs) if _tensors((args, kwargs)) else ([], ())
+            tokens = max((leaf.numel() for leaf in _tensors((args, kwargs)) if not leaf.is_floating_point()), default=0)
+            profile = model_profile(self.units, calls, shapes, tokens)
+            known = Schedule(self._planner(profile, self.is_open), profile, shapes)
+            self._schedules[signature] = known
+        return known
+
+    def _profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[CallRecord], tuple[CallShape, ...]]:
+        rows = batch_rows((args, kwargs))
+        try:
+            calls = self._try_profile(lambda: self._profile_fake(args, kwargs))
+            grown = None
+            if self._micro_batch is not None and self._micro_batch < rows:
+                grown = self._profile_fake(*grow_batch((args, kwargs)))
+        except UsageError:
+            raise
+        except Exception as error:
+            if self._micro_batch is not None and self._micro_batch < rows:
+                raise UsageError(
+                    f"the forward of {type(self.model).__name__} depends on the values of its tensors ({error}), so it "
+                    f"cannot be cut into micro-batches: leave micro_batch out"
+                ) from error
+            calls, grown = self._try_profile(lambda: self._profile_real(args, kwargs)), None
+        return calls, shapes_of(calls, grown, rows, self._micro_batch)
+
+    def _try_profile(self, profile: Callable[[], list[CallRecord]]) -> list[CallRecord]:
+        for attempt in self.profile_trials:
+            return attempt(profile)
+        return profile()
+
+    def _profile_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
+        rng = torch.get_rng_state()
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as stack, torch.enable_grad():
+            for unit in self.units:
+                fakes = {
+                    place.name: nn.Parameter(
+                        torch.empty(place.shape, dtype=place.dtype, device=self.device.torch_device), place.trainable
+                    )
+                    for place in unit.layout.places
+                }
+                stack.enter_context(bound(unit, fakes, self._placeholders))
+            args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+            with Profiler() as profiler:
+                self._profiler = profiler
+                try:
+                    self.model(*args, **kwargs)
+                finally:
+                    self._profiler = None
+        torch.set_rng_state(rng)
+        return profiler.calls
+
+    def _profile_real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
+        """A forward on real data, one unit at a time, for models whose forward looks at values."""
+        self._ensure_open(self._schedule_for((), {}))
+        rng = torch.get_rng_state()
+        with Profiler() as profiler:
+            self._profiler, self._profiling_real = profiler, True
+            try:
+                self.model(*args, **kwargs)
+            finally:
+                self._profiler, self._profiling_real = None, False
+        torch.set_rng_state(rng)
+        return profiler.calls
+
+    # The user's forward #
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._profiler is not None or not torch.is_grad_enabled():
+            return None
+        for hook in self.batch_hooks:
+            kwargs = hook(args, kwargs)
+        self._begin(args, kwargs)
+        return args, kwargs
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._backwards >= self.accumulation:
+            raise UsageError(
+                f"backward ran {self._backwards} time(s) and the weights are updated with it: call optimizer.step() "
+                f"before the next forward, or pass gradient_accumulation_steps= to prepare"
+            )
+        self._drop_unfinished()
+        schedule = self._schedule_for(args, kwargs)
+        self._ensure_open(schedule)
+        executor, worker = self._parts()
+        final = self._backwards == self.accumulation - 1
+        ops = schedule.plan.ops if final else schedule.plan.accumulate_ops
+        extents = self.store.act_extents(schedule.plan, schedule.profile)
+        worker.pools = self.store.pools
+        worker.step = StepState(self.hypers(), self.max_grad_norm, act_extents=extents)
+        executor.start(ops, self._pools())
+        self._in_step, self._in_backward, self._next_call = True, False, 0
+        self._bind_resident()
+
+    def _drop_unfinished(self) -> None:
+        """Give up a forward that no backward followed."""
+        if self._in_step:
+            executor, _ = self._parts()
+            invariant(not self._in_backward, "a forward began inside backward")
+            executor.abandon()
+            self.store.homes.forget_written()
+            self._in_step = False
+
+    def call(
+        self,
+        unit: int,
+        member: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kind: str = "FORWARD",
+        chunk_rows: int = 0,
+    ) -> Any:
+        """A unit's member was called, by the user's forward or by the loss."""
+        if self._profiler is not None:
+            if self._profiling_real:
+                with self._on_demand(unit):
+                    return self._profiler.call(unit, member, function, args, kwargs, kind, chunk_rows)
+            return self._profiler.call(unit, member, function, args, kwargs, kind, chunk_rows)
+        if not torch.is_grad_enabled() or not self._in_step:
+            with self._on_demand(unit), torch.no_grad():
+                return function(*args, **kwargs)
+        index = self._next_call
+        self._next_call += 1
+        shapes = self._shapes()
+        if index >= len(shapes) or (shapes[index].unit, shapes[index].member) != (unit, member):
+            raise UsageError(
+                f"the forward called {member} where the profiled forward did not: a model whose order of calls "
+                f"changes from batch to batch cannot be trained by Spillway"
+            )
+        return run_in_step(self, index, function, args, kwargs)
+
+    @contextmanager
+    def _on_demand(self, unit: int) -> Iterator[None]:
+        """A unit by itself, outside a step: for evaluation, generation and profiling."""
+        if not self.is_open:
+            self.open()
+        slot = self.store.fetch(unit)
+        self.device.wait([])
+        with bound(self.units[unit], weight_views(self.units[unit], slot), self._placeholders):
+            yield
+
+    # Called by the unit function #
+
+    def shape(self, index: int) -> CallShape:
+        """How to run a call."""
+        return self._shapes()[index]
+
+    @contextmanager
+    def forward_of(self, index: int) -> Iterator[None]:
+        """The unit of a call is in its slot and bound; afterwards the slot is free for the next."""
+        op = self._next_compute(index, backward=False)
+        executor, _ = self._parts()
+        start = executor.begin_compute(op)
+        unit = self.units[op.unit]
+        with self._bound_leaves(unit, op, None):
+            yield
+        executor.end_compute(op, start)
+
+    @contextmanager
+    def backward_of(self, index: int) -> Iterator[None]:
+        """As `forward_of`, with gradient views; operations of calls autograd did not reach are passed over."""
+        executor, worker = self._parts()
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        op = self._next_compute(index, backward=True)
+        start = executor.begin_compute(op)
+        grads = None
+        if op.target:
+            grads = self._pools().buffer(op.target)
+            if op.unit not in worker.step.fresh:
+                grads[: self.units[op.unit].layout.grad_bytes].zero_()
+            worker.step.fresh.add(op.unit)
+        with self._bound_leaves(self.units[op.unit], op, grads):
+            yield
+        executor.end_compute(op, start)
+
+    def keep_inputs(
+        self, index: int, call: FlatCall, tensors: list[torch.Tensor]
+    ) -> list[torch.Tensor | StoredInput]:
+        """Hand the call's own inputs to the activation store; what is returned stays with autograd."""
+        _, worker = self._parts()
+        shape = self.shape(index)
+        if self._plan().placement.acts[index] == "device" or not shape.acts:
+            return [tensor.detach() for tensor in tensors]
+        own = [hole in shape.acts for hole in call.holes]
+        worker.step.acts[index] = [
+            tensor.detach().contiguous() for mine, tensor in zip(own, tensors, strict=True) if mine
+        ]
+        return [
+            StoredInput(tensor.shape, tensor.dtype) if mine else tensor.detach()
+            for mine, tensor in zip(own, tensors, strict=True)
+        ]
+
+    def bring_inputs(self, index: int, kept: list[torch.Tensor | StoredInput]) -> list[torch.Tensor]:
+        """All inputs of the call again, the stored ones as views of their slot."""
+        tensors: list[torch.Tensor] = []
+        at = 0
+        for item in kept:
+            if isinstance(item, torch.Tensor):
+                tensors.append(item)
+                continue
+            size = item.shape.numel() * item.dtype.itemsize
+            slab = self._pools().buffer(f"as{index}")
+            tensors.append(slab[at : at + size].view(item.dtype).view(item.shape))
+            at += align(size, PAGE)
+        return tensors
+
+    # The user's backward and step #
+
+    def finish(self) -> StepResult:
+        """The optimizer step: wait for every update to be at rest. Raises what a lane raised (NonFinite, DiskError)."""
+        if self._backwards < self.accumulation or self._in_step:
+            raise UsageError(
+                f"optimizer.step() came after {self._backwards} of {self.accumulation} backward call(s): "
+                f"run loss.backward() first, as often as gradient_accumulation_steps says"
+            )
+        executor, worker = self._parts()
+        try:
+            self._traces.append(executor.wait())
+        except BaseException:
+            executor.abandon()
+            self.store.homes.forget_written()
+            raise
+        finally:
+            self._backwards = 0
+        for home in self.store.homes.units:
+            home.has_grad = False
+        self.result = StepResult(worker.step.grad_norm(), self._traces)
+        self._traces = []
+        return self.result
+
+    def _end_backward(self) -> None:
+        executor, worker = self._parts()
+        try:
+            while (op := executor.upcoming_compute()) is not None:
+                if op.call < 0 and self._resident_has_grad(op.unit):
+                    worker.step.fresh.add(op.unit)
+                executor.skip_compute(op)
+        finally:
+            self._unbind_resident()
+            self._in_step = self._in_backward = False
+            self._backwards += 1
+        if self._backwards < self.accumulation:
+            self._traces.append(executor.wait())
+
+    # Small helpers #
+
+    def _next_compute(self, index: int, backward: bool) -> Op:
+        executor, _ = self._parts()
+        while True:
+            op = executor.upcoming_compute()
+            invariant(op is not None, "the step has no operation left for this call")
+            if op is None:
+                raise AssertionError
+            if op.call == index and (op.kind == "BACKWARD") == backward:
+                return op
+            invariant(backward and op.kind == "BACKWARD", f"call {index} ran out of order")
+            executor.skip_compute(op)
+
+    @contextmanager
+    def _bound_leaves(self, unit: Unit, op: Op, grads: torch.Tensor | None) -> Iterator[None]:
+        home = self.store.homes.units[op.unit].device_weight
+        slot = home if op.source == HOME else self._pools().buffer(op.source)
+        invariant(slot is not None, f"{unit.name} is not on the device")
+        if slot is not None:
+            with bound(unit, leaves(unit, slot, grads), self._placeholders):
+                yield
+
+    def _bind_resident(self) -> None:
+        for unit, home in zip(self.units, self.store.homes.units, strict=True):
+            if not unit.members and home.device_weight is not None:
+                if home.device_grad is not None:
+                    home.device_grad.zero_()
+                bind_for_step(unit, home.device_weight, home.device_grad)
+
+    def _unbind_resident(self) -> None:
+        for unit in self.units:
+            if not unit.members:
+                bind(unit, self._placeholders)
+
+    def _resident_has_grad(self, unit: int) -> bool:
+        return not self.units[unit].members
+
+    def _parts(self) -> tuple[Executor, LaneWorker]:
+        if self._executor is None or self._worker is None:
+            raise UsageError("the model was closed")
+        return self._executor, self._worker
+
+    def _pools(self) -> SlabPools:
+        if self.store.pools is None:
+            raise AssertionError("no slabs are laid out")
+        return self.store.pools
+
+    def _plan(self) -> Plan:
+        if self.schedule is None:
+            raise AssertionError("no plan is in force")
+        return self.schedule.plan
+
+    def _shapes(self) -> tuple[CallShape, ...]:
+        if self.schedule is None:
+            raise AssertionError("no plan is in force")
+        return self.schedule.shapes
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _signature(batch: Any) -> Any:
+    leaves, spec = tree_flatten(batch)
+    return spec, tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+    )

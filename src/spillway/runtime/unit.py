@@ -1,0 +1,87 @@
+"""What stands in the place of a unit's forward, and the autograd Function that runs it."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_unflatten
+
+from spillway.runtime.calls import FlatCall, PassedThrough, flatten_call, run_backward, run_forward
+
+if TYPE_CHECKING:
+    from spillway.runtime.session import Session
+
+
+class UnitForward:
+    """Callable in the place of a module's `forward`: runs inside a step, on its own, or under the profiler."""
+
+    def __init__(self, session: "Session", unit: int, member: str, original: Callable[..., Any]) -> None:
+        self._session = session
+        self._unit = unit
+        self._member = member
+        self.original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original forward returns."""
+        return self._session.call(self._unit, self._member, self.original, args, kwargs)
+
+
+def run_in_step(
+    session: "Session", index: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """One call of the step's forward, differentiable."""
+    call, tensors = flatten_call(function, args, kwargs)
+    box: dict[str, Any] = {}
+    outputs = _UnitFunction.apply(session, index, call, box, session.anchor, *tensors)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    fresh = iter(outputs)
+    leaves = [
+        tensors[leaf.index] if isinstance(leaf, PassedThrough) else next(fresh) if leaf is _TENSOR else leaf
+        for leaf in box["leaves"]
+    ]
+    return tree_unflatten(leaves, box["spec"])
+
+
+_TENSOR = object()  # a place among the leaves that is filled with an output of the Function
+
+
+class _UnitFunction(torch.autograd.Function):
+    """A unit's call. `anchor` requires a gradient, so that backward reaches units none of whose inputs do."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        session: "Session",
+        index: int,
+        call: FlatCall,
+        box: dict[str, Any],
+        anchor: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        shape = session.shape(index)
+        needs_grad = [bool(need) for need in ctx.needs_input_grad[5:]]
+        marked = [
+            tensor.detach().requires_grad_(need) if need else tensor
+            for tensor, need in zip(tensors, needs_grad, strict=True)
+        ]
+        with session.forward_of(index):
+            leaves, box["spec"], replay = run_forward(call, shape, marked, session.device.torch_device)
+            kept = session.keep_inputs(index, call, list(tensors))
+        outputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        box["leaves"] = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        ctx.step = (session, index, call, replay, kept, needs_grad)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        session, index, call, replay, kept, needs_grad = ctx.step
+        shape, device = session.shape(index), session.device.torch_device
+        with session.backward_of(index):
+            tensors = session.bring_inputs(index, kept)
+            found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, device)
+        ctx.step = None
+        return (None, None, None, None, None, *found)

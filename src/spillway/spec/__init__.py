@@ -1,0 +1,1 @@
+"""The nouns every other room shares: frozen, JSON both ways, standard library only."""

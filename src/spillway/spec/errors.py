@@ -1,0 +1,55 @@
+"""Errors a user can meet: one sentence saying what happened, where, and what to do; each kind has an exit code."""
+
+
+class SpillwayError(Exception):
+    """Anything the user can mend. `exit_code` is what the command line returns."""
+
+    exit_code = 2
+
+
+class UsageError(SpillwayError, ValueError):
+    """A wrong option, model or call."""
+
+
+class DataError(SpillwayError, ValueError):
+    """Training data that cannot be used; the message names file and line."""
+
+
+class PlanInfeasible(SpillwayError):
+    """The model does not fit the given memory; the message names the tier, what it needs and what it has."""
+
+    exit_code = 3
+
+
+class HostMemoryError(SpillwayError):
+    """A host allocation would go over the host budget; the message names its owner."""
+
+    exit_code = 4
+
+
+class DiskError(SpillwayError, OSError):
+    """A store path cannot be used; the message names path, offset and bytes where it knows them."""
+
+    exit_code = 5
+
+
+class NonFinite(SpillwayError):
+    """The loss or a gradient is infinite or not a number; nothing of that step was kept."""
+
+    exit_code = 6
+
+
+class Interrupted(SpillwayError):
+    """The run was interrupted after committing its last finished step."""
+
+    exit_code = 130
+
+
+class InvariantError(AssertionError):
+    """A promise inside Spillway was broken: a bug of ours, never of the user."""
+
+
+def invariant(condition: bool, message: str) -> None:
+    """Raise InvariantError unless `condition`; unlike `assert` it is never compiled away."""
+    if not condition:
+        raise InvariantError(message)

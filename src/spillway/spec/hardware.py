@@ -1,0 +1,31 @@
+"""What a machine is, as far as the plan cares."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareSpec:
+    """Measured or catalogued rates of one machine. Rates are per second; bandwidths in bytes per second."""
+
+    device: str  # "cpu" or "cuda"
+    device_flops_per_s: float  # of a transformer block in the compute dtype
+    upload_bytes_per_s: float
+    download_bytes_per_s: float
+    read_bytes_per_s: float  # all store paths together
+    write_bytes_per_s: float
+    update_params_per_s: float  # AdamW with every core
+    host_bytes_per_s: float  # a pass of plain reading, such as the gradient norm
+    # Lanes that share a resource slow each other down: on the CPU as device, compute, update and copies share the
+    # cores; reads and writes share the drives.
+    cores_shared: bool = False
+    disk_shared: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many bytes of each tier may be used. On the CPU as device, host_bytes covers the device tier too."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    process_bytes: int  # host memory the process takes before any of ours: interpreter, libraries, data

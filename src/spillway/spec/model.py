@@ -1,0 +1,38 @@
+"""What a model is, as far as the plan cares."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class UnitProfile:
+    """What is streamed as a whole. All sizes are of the whole unit, in bytes, rounded up to whole pages."""
+
+    name: str
+    num_params: int
+    num_trainable: int
+    weight_bytes: int
+    grad_bytes: int
+    state_bytes: int  # lower master half, m and v
+
+
+@dataclass(frozen=True, slots=True)
+class CallProfile:
+    """One call of a unit in the forward. A unit called twice (tied embeddings, shared blocks) has two."""
+
+    unit: int
+    flops: float  # forward, whole batch
+    act_bytes: int  # inputs that backward needs and nothing else keeps on the device
+    saved_bytes: int  # what autograd would save inside the unit, whole batch
+    kind: str = "FORWARD"  # or "LOSS": the head and the chunked cross-entropy in one
+    chunks: int = 1  # micro-batches, or pieces of the loss
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """Units in the order of the module tree and their calls in the order of the forward."""
+
+    units: tuple[UnitProfile, ...]
+    calls: tuple[CallProfile, ...]
+    boundary_bytes: int = 0  # tensors between units that stay on the device for the whole step
+    resident_unit: int | None = None  # parameters used outside any unit's forward; bound for the whole step
+    tokens: int = 0  # in the batch, for throughput

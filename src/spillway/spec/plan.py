@@ -1,0 +1,106 @@
+"""The plan: what lives where, and the list of operations of one step. See docs/architecture.md, 'The plan is data'."""
+
+from dataclasses import dataclass
+
+KINDS = (
+    "READ",
+    "UPLOAD",
+    "FORWARD",
+    "LOSS",
+    "BACKWARD",
+    "DOWNLOAD",
+    "ACCUMULATE",
+    "NORM",
+    "UPDATE",
+    "WRITE",
+    "COMMIT",
+)
+LANES = ("compute", "upload", "download", "read", "write", "update")
+GROUPS = ("weight", "grad", "state", "act", "none")
+TIERS = ("device", "host", "disk")
+UPDATE_MODES = ("serial", "overlap")
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Equal slabs of one role in one tier."""
+
+    name: str
+    tier: str
+    slab_bytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of the step.
+
+    `take` names (pool, lease) pairs acquired when it starts, `give` the leases returned when it ends. `source` and
+    `target` name the leases it reads from and writes to; "home" is the unit's resting place in the store, "written" what this step has written there. `start` and
+    `stop` bound the elements of a subgroup of the unit (UPDATE and the READ and WRITE of its state).
+    """
+
+    id: int
+    kind: str
+    lane: str
+    unit: int
+    group: str
+    amount: float  # bytes moved, FLOPs for compute, parameters for UPDATE
+    deps: tuple[int, ...] = ()
+    take: tuple[tuple[str, str], ...] = ()
+    give: tuple[str, ...] = ()
+    source: str = ""
+    target: str = ""
+    call: int = -1
+    start: int = 0
+    stop: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlacement:
+    """The tier where each part of a unit rests between steps."""
+
+    weights: str
+    states: str
+    grads: str  # host, or disk where gradients that wait for the norm do not fit
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Every free variable of a plan; lowering turns it into operations without further choices."""
+
+    units: tuple[UnitPlacement, ...]
+    acts: tuple[str, ...]  # per call: device, host or disk
+    update: str  # serial or overlap
+    clip: bool  # the exact global norm is needed before the first update
+    accumulation: int  # backward calls per optimizer step
+    window: int  # device slots per weight pool
+    state_slabs: int
+    subgroup: int  # elements updated by one UPDATE
+
+
+@dataclass(frozen=True, slots=True)
+class TierPeaks:
+    """Highest number of bytes of each tier."""
+
+    device: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Placement, pools, the operations of a step and what they are predicted to cost.
+
+    `ops` is the step that updates; `accumulate_ops` is a forward and backward that only adds to the gradients (empty
+    without accumulation). Both run in list order per lane; leases of a pool are granted in list order (see plan.check).
+    """
+
+    placement: Placement
+    pools: tuple[Pool, ...]
+    ops: tuple[Op, ...]
+    accumulate_ops: tuple[Op, ...] = ()
+    peaks: TierPeaks = TierPeaks(0, 0, 0)
+    step_seconds: float = 0.0
+    bottleneck: str = ""
+    notes: tuple[str, ...] = ()

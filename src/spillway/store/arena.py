@@ -1,0 +1,111 @@
+"""One allocation of host memory that every buffer of ours comes from, and the slab pools cut from it."""
+
+import mmap
+import threading
+from collections.abc import Callable
+
+import torch
+
+from spillway.spec.errors import HostMemoryError, invariant
+from spillway.spec.plan import Op, Pool
+from spillway.spec.sizes import align, format_size
+
+PAGE = 4096
+
+
+class Arena:
+    """A page-aligned block of host memory; pages are taken from the system when first touched."""
+
+    def __init__(self, num_bytes: int, pin: Callable[[torch.Tensor], None] | None = None) -> None:
+        """`pin` is called once for every part of the arena, when it is first allocated."""
+        self.num_bytes = max(align(num_bytes, PAGE), PAGE)
+        self._map = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.buffer = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._used = 0
+        self._pin = pin
+        self._pinned = 0
+
+    def allocate(self, num_bytes: int, owner: str) -> torch.Tensor:
+        """A uint8 view of whole pages. Raises HostMemoryError naming `owner` when the arena is used up."""
+        size = align(num_bytes, PAGE)
+        if self._used + size > self.num_bytes:
+            raise HostMemoryError(
+                f"{owner} needs {format_size(size)} of host memory and {format_size(self.num_bytes - self._used)} "
+                f"of the {format_size(self.num_bytes)} arena are left: raise --host-memory"
+            )
+        view = self.buffer[self._used : self._used + size]
+        self._used += size
+        if self._pin is not None and self._used > self._pinned:
+            self._pin(self.buffer[self._pinned : self._used])
+            self._pinned = self._used
+        return view
+
+    def mark(self) -> int:
+        """The present end of use, for `reset_to`."""
+        return self._used
+
+    def reset_to(self, mark: int) -> None:
+        """Take back everything allocated after `mark` and return its pages to the system (pinned ones stay)."""
+        if mark < self._used and self._pin is None:
+            start = align(mark, mmap.PAGESIZE)
+            self._map.madvise(mmap.MADV_DONTNEED, start, align(self._used, mmap.PAGESIZE) - start)
+        self._used = mark
+
+
+class SlabPools:
+    """Free slabs of every pool of a plan. Leases of a pool are granted in the order of the operation list, which is
+    what makes plans free of deadlock (see plan.check). A device slab carries the event after which it may be reused."""
+
+    def __init__(self, pools: tuple[Pool, ...], buffers: dict[str, list[torch.Tensor]]) -> None:
+        self._free: dict[str, list[tuple[torch.Tensor, object]]] = {
+            pool.name: [(buffer, None) for buffer in buffers[pool.name]] for pool in pools
+        }
+        self._turns: dict[str, list[int]] = {}
+        self._granted: dict[str, int] = {}
+        self._leases: dict[str, tuple[str, torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def start(self, ops: tuple[Op, ...]) -> None:
+        """Expect the leases of this list, in its order."""
+        with self._lock:
+            invariant(not self._leases, f"leases {sorted(self._leases)} outlived their step")
+            self._turns = {name: [] for name in self._free}
+            self._granted = dict.fromkeys(self._free, 0)
+            for op in ops:
+                for pool, _ in op.take:
+                    self._turns[pool].append(op.id)
+
+    def try_take(self, op: Op) -> list[object] | None:
+        """Lease every slab the operation takes, or none. The events to wait for before the slabs are touched."""
+        with self._lock:
+            for pool, _ in op.take:
+                if self._turns[pool][self._granted[pool]] != op.id or not self._free[pool]:
+                    return None
+            events = []
+            for pool, lease in op.take:
+                buffer, event = self._free[pool].pop()
+                self._granted[pool] += 1
+                self._leases[lease] = (pool, buffer)
+                events.append(event)
+            return [event for event in events if event is not None]
+
+    def buffer(self, lease: str) -> torch.Tensor:
+        """The slab behind a lease, uint8."""
+        with self._lock:
+            return self._leases[lease][1]
+
+    def give(self, op: Op, event: object) -> None:
+        """Return the leases that end with this operation; `event`: when its device work is over."""
+        with self._lock:
+            for lease in op.give:
+                pool, buffer = self._leases.pop(lease)
+                self._free[pool].append((buffer, event))
+
+    def abandon(self) -> None:
+        """Take every lease back: the step was given up."""
+        with self._lock:
+            for pool, buffer in self._leases.values():
+                self._free[pool].append((buffer, None))
+            self._leases.clear()

@@ -1,0 +1,216 @@
+"""Where every unit rests between steps, in host memory, on the device and on disk, and how ranges of it move."""
+
+from dataclasses import dataclass
+
+import torch
+
+from spillway.native import DiskEngine
+from spillway.optim.update import StateRange
+from spillway.spec.errors import invariant
+from spillway.spec.plan import UnitPlacement
+from spillway.spec.sizes import align
+from spillway.store.disk import Extent, StripedDisk
+from spillway.store.layout import PAGE, Component, UnitLayout
+
+_STATE_TYPES = {"low": torch.int16, "m": torch.float32, "v": torch.float32}
+
+
+@dataclass(slots=True)
+class UnitHome:
+    """The resting places of one unit. Buffers are uint8; None where that part rests elsewhere."""
+
+    layout: UnitLayout
+    where: UnitPlacement
+    weight: torch.Tensor | None = None  # host
+    state: dict[str, torch.Tensor] | None = None  # host, by component
+    grad: torch.Tensor | None = None  # host
+    device_weight: torch.Tensor | None = None
+    device_grad: torch.Tensor | None = None
+    extents: tuple[Extent, ...] = ()
+    spill: Extent | None = None  # of the gradient
+    current: int = 0  # the extent that holds the last step
+    written: int | None = None  # the extent this step writes
+    committed: int | None = None  # the extent the manifest names
+    has_grad: bool = False  # a gradient has been accumulated since the last update
+
+    def next_extent(self) -> int:
+        """The extent to write next: neither the last step's nor the saved point's."""
+        if self.written is None:
+            taken = {self.current, self.committed}
+            self.written = next(index for index in range(len(self.extents)) if index not in taken)
+        return self.written
+
+
+class SlabRange:
+    """The parts of one subgroup that pass through a slab: which components, and where in slab and extent."""
+
+    def __init__(self, home: UnitHome, start: int, stop: int) -> None:
+        self._home = home
+        self._start, self._stop = start, stop
+        self._places: dict[str, tuple[int, int]] = {}  # component -> offset in the slab, bytes in whole pages
+        at = 0
+        for name in self._staged():
+            size = align((stop - start) * self._element_bytes(name), PAGE)
+            self._places[name] = (at, size)
+            at += size
+
+    def _staged(self) -> list[str]:
+        where = self._home.where
+        names = []
+        if where.weights == "disk" or (where.weights == "device" and where.states == "disk"):
+            names.append("weight")
+        if where.states == "disk":
+            names += [part.name for part in self._home.layout.components if part.name != "weight"]
+        if where.grads == "disk":
+            names.append("grad")
+        return names
+
+    def _element_bytes(self, name: str) -> int:
+        part = self._home.layout.component(name)
+        return self._home.layout.dtype.itemsize if part is None else part.element_bytes
+
+    def _extent(self, name: str, base: Extent) -> Extent:
+        part = self._home.layout.component(name)
+        offset = 0 if part is None else part.offset
+        return Extent(base.offset + offset + self._start * self._element_bytes(name), self._places[name][1])
+
+    def reads(self, slab: torch.Tensor) -> list[tuple[Extent, torch.Tensor]]:
+        """What to read from disk, and where to in the slab."""
+        home, moves = self._home, []
+        for name, (at, size) in self._places.items():
+            base = home.spill if name == "grad" else home.extents[home.current]
+            invariant(base is not None, f"{name} has no place on disk")
+            if base is not None:
+                moves.append((self._extent(name, base), slab[at : at + size]))
+        return moves
+
+    def writes(self, slab: torch.Tensor) -> list[tuple[Extent, torch.Tensor]]:
+        """What to write, to the extent of this step; weights that rest in host memory come from there."""
+        home = self._home
+        base = home.extents[home.next_extent()]
+        moves = [
+            (self._extent(name, base), slab[at : at + size])
+            for name, (at, size) in self._places.items()
+            if name != "grad"
+        ]
+        if "weight" not in self._places and home.weight is not None:
+            size = self._element_bytes("weight")
+            begin = self._start * size
+            length = align((self._stop - self._start) * size, PAGE)
+            moves.append((Extent(base.offset + begin, length), home.weight[begin : begin + length]))
+        return moves
+
+    def arrays(self, slab: torch.Tensor | None, grad: torch.Tensor | None) -> StateRange:
+        """The subgroup as typed ranges. `grad`: the unit's whole gradient where it is not in the slab."""
+        home, dtype = self._home, self._home.layout.dtype
+
+        def part(name: str, kind: torch.dtype, resting: torch.Tensor | None) -> torch.Tensor:
+            if name in self._places and slab is not None:
+                at, size = self._places[name]
+                return slab[at : at + size].view(kind)[: self._stop - self._start]
+            invariant(resting is not None, f"{name} is neither at rest in memory nor in the slab")
+            if resting is None:
+                return torch.empty(0)
+            whole = resting[: resting.numel() // kind.itemsize * kind.itemsize].view(kind)
+            return whole[self._start : self._stop]
+
+        state = home.state or {}
+        has_low = home.layout.component("low") is not None
+        return StateRange(
+            part("weight", dtype, home.weight),
+            part("low", torch.int16, state.get("low")) if has_low else None,
+            part("m", torch.float32, state.get("m")),
+            part("v", torch.float32, state.get("v")),
+            part("grad", dtype, grad),
+        )
+
+
+class Homes:
+    """All units at rest. One engine per direction, so that a read never queues behind writes."""
+
+    def __init__(self, units: list[UnitHome], disk: StripedDisk | None) -> None:
+        self.units = units
+        self.disk = disk
+        self.read_engine = DiskEngine()
+        self.write_engine = DiskEngine()
+        # A third one for the caller's thread: import, export and saved points do not disturb the lanes.
+        self.own_engine = DiskEngine()
+
+    def need_disk(self) -> StripedDisk:
+        """The disk. Raises InvariantError where the plan has none."""
+        invariant(self.disk is not None, "this plan has no store on disk")
+        if self.disk is None:
+            raise AssertionError
+        return self.disk
+
+    def flip(self) -> None:
+        """What this step has written becomes the current state."""
+        for home in self.units:
+            if home.written is not None:
+                home.current, home.written = home.written, None
+
+    def forget_written(self) -> None:
+        """The step was given up: what it wrote is not the state of anything."""
+        for home in self.units:
+            home.written = None
+
+    def snapshot(self) -> None:
+        """Write units whose newest state is in host memory to their next extents, as part of a saved point."""
+        for home in self.units:
+            where = home.where
+            if not home.extents or not home.layout.num_trainable or where.states != "host":
+                continue
+            if where.weights == "disk" and home.current == home.committed:
+                continue  # no step since the last saved point
+            # Weights on disk are already where this step wrote them; the states join them there.
+            extent = home.extents[home.current if where.weights == "disk" else home.next_extent()]
+            moves = []
+            for part in home.layout.components:
+                resting = home.weight if part.name == "weight" else (home.state or {}).get(part.name)
+                if resting is not None:
+                    place = Extent(extent.offset + part.offset, part.num_bytes)
+                    moves.append((place, resting[: part.num_bytes]))
+            self.need_disk().write_all(self.own_engine, moves)
+
+    def read_component(self, unit: int, name: str, start: int, stop: int, staging: torch.Tensor) -> torch.Tensor:
+        """Bytes [start, stop) of one array of a unit, from wherever it rests; a view, valid until `staging` is used
+        again. `staging`: host memory with room for the bytes and two pages."""
+        home = self.units[unit]
+        resting = home.weight if name == "weight" else (home.state or {}).get(name)
+        if resting is not None:
+            return resting[start:stop]
+        part = home.layout.component(name)
+        invariant(part is not None and bool(home.extents), f"unit {unit} has no {name} at rest")
+        offset = 0 if part is None else part.offset
+        begin, end = start // PAGE * PAGE, align(stop, PAGE)
+        place = Extent(home.extents[home.current].offset + offset + begin, end - begin)
+        self.need_disk().read(self.own_engine, place, staging[: end - begin])
+        return staging[start - begin : stop - begin]
+
+    def read_extent(self, unit: int, part: Component, start: int, content: torch.Tensor) -> torch.Tensor:
+        """Fill whole pages from the current extent on disk, whatever rests in memory."""
+        place = Extent(self.units[unit].extents[self.units[unit].current].offset + part.offset + start, content.numel())
+        self.need_disk().read(self.own_engine, place, content)
+        return content
+
+    def write_component(self, unit: int, name: str, start: int, content: torch.Tensor, all_extents: bool) -> None:
+        """Put whole pages of one array to rest, in memory and (`all_extents`: into every copy) on disk."""
+        home = self.units[unit]
+        resting = home.weight if name == "weight" else (home.state or {}).get(name)
+        if resting is not None:
+            resting[start : start + content.numel()].copy_(content)
+        if name == "weight" and home.device_weight is not None:
+            home.device_weight[start : start + content.numel()].copy_(content)
+        part = home.layout.component(name)
+        if part is None or not home.extents:
+            return
+        targets = home.extents if all_extents else (home.extents[home.current],)
+        moves = [(Extent(extent.offset + part.offset + start, content.numel()), content) for extent in targets]
+        self.need_disk().write_all(self.own_engine, moves)
+
+    def close(self) -> None:
+        """Give back engines and files."""
+        for engine in (self.read_engine, self.write_engine, self.own_engine):
+            engine.close()
+        if self.disk is not None:
+            self.disk.close()

@@ -1,0 +1,192 @@
+"""The store of one model, laid out as its plan says."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from spillway.plan.memory import grads_at_home
+from spillway.plan.pools import SlabNames
+from spillway.plan.search import extents_per_unit, state_bytes_per_element
+from spillway.spec.errors import DiskError, invariant
+from spillway.spec.hardware import Budget
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Plan
+from spillway.store.arena import Arena, SlabPools
+from spillway.store.disk import Extent, StripedDisk
+from spillway.store.homes import Homes, UnitHome
+from spillway.store.layout import UnitLayout
+
+Allocate = Callable[[int], torch.Tensor]
+
+
+class PlacedStore:
+    """Host arena, device residents, extents on disk, and the slabs of the plan in force. Opened once, closed once."""
+
+    def __init__(
+        self,
+        layouts: list[UnitLayout],
+        paths: tuple[Path, ...],
+        budget: Budget,
+        on_device: Allocate,
+        pin: Callable[[torch.Tensor], None] | None,
+        keep: bool,
+        keeps_saved_points: bool,
+    ) -> None:
+        """`keep`: the files hold a committed run to go on with. `on_device`: allocates a device buffer."""
+        self._layouts = layouts
+        self._paths = paths
+        self._budget = budget
+        self._on_device = on_device
+        self._pin = pin
+        self._keep = keep
+        self._keeps_saved_points = keeps_saved_points
+        self._arena: Arena | None = None
+        self._homes: Homes | None = None
+        self._resident_end = 0
+        self._act_base = 0
+        self._buffers: dict[str, list[torch.Tensor]] = {}
+        self._device_buffers: dict[str, list[torch.Tensor]] = {}
+        self._names: SlabNames | None = None
+        self._lone: Arena | None = None  # room for a unit that is wanted while no slabs are laid out
+        self.pools: SlabPools | None = None
+        self.on_open: Callable[[PlacedStore], None] | None = None
+
+    @property
+    def homes(self) -> Homes:
+        """The units at rest. Raises InvariantError before `open`."""
+        invariant(self._homes is not None, "the store is not open")
+        if self._homes is None:
+            raise AssertionError
+        return self._homes
+
+    @property
+    def arena(self) -> Arena:
+        """Host memory of the store."""
+        invariant(self._arena is not None, "the store is not open")
+        if self._arena is None:
+            raise AssertionError
+        return self._arena
+
+    def open(self, plan: Plan, profile: ModelProfile) -> None:
+        """Take memory and disk space, then let `on_open` fill the homes."""
+        ours = self._budget.host_bytes - self._budget.process_bytes
+        self._arena = Arena(max(ours, 1), self._pin)
+        self._homes = self._make_homes(plan, profile)
+        self._resident_end = self._arena.mark()
+        if self.on_open is not None:
+            self.on_open(self)
+
+    def lay_slabs(self, plan: Plan) -> None:
+        """Cut the rest of the arena into the plan's pools; nothing may be leased."""
+        self._lone = None
+        self.arena.reset_to(self._resident_end)
+        self._buffers = {}
+        device_buffers: dict[str, list[torch.Tensor]] = {}
+        for pool in plan.pools:
+            if pool.tier == "host":
+                slabs = [self.arena.allocate(pool.slab_bytes, f"the pool {pool.name}") for _ in range(pool.count)]
+            else:
+                known = self._device_buffers.get(pool.name, [])
+                if len(known) != pool.count or (known and known[0].numel() != pool.slab_bytes):
+                    self._device_buffers.pop(pool.name, None)
+                    known = [self._on_device(pool.slab_bytes) for _ in range(pool.count)]
+                slabs = device_buffers[pool.name] = known
+            self._buffers[pool.name] = slabs
+        self._device_buffers = device_buffers
+        self.pools = SlabPools(plan.pools, self._buffers)
+
+    def name_slabs(self, plan: Plan, profile: ModelProfile) -> None:
+        """Remember which pool serves which unit, for `fetch`."""
+        self._names = SlabNames(profile, plan.placement, state_bytes_per_element(profile))
+
+    def act_extents(self, plan: Plan, profile: ModelProfile) -> dict[int, Extent]:
+        """Room on disk for the unit inputs that go there, per call."""
+        extents: dict[int, Extent] = {}
+        at = self._act_base
+        for index, (call, tier) in enumerate(zip(profile.calls, plan.placement.acts, strict=True)):
+            if tier == "disk" and call.act_bytes:
+                extents[index] = Extent(at, call.act_bytes)
+                at += call.act_bytes
+        if extents:
+            self.homes.need_disk().reserve(at)
+        return extents
+
+    def staging(self, num_bytes: int, owner: str) -> torch.Tensor:
+        """Host memory for moving weights in and out while no step is under way; valid until the next step or staging.
+        Shrinks to what is left, but not below a mebibyte."""
+        self.pools, self._buffers = None, {}
+        self.arena.reset_to(self._resident_end)
+        left = self.arena.num_bytes - self.arena.mark()
+        return self.arena.allocate(max(min(num_bytes, left), 1 << 20), owner)
+
+    def fetch(self, unit: int) -> torch.Tensor:
+        """The unit's weights on the device, by themselves; valid until the next fetch or step."""
+        home = self.homes.units[unit]
+        if home.device_weight is not None:
+            return home.device_weight
+        size = home.layout.weight_bytes
+        slots = self._buffers.get(self._names.slot(unit), []) if self._names else []
+        slot = slots[0] if slots else self._on_device(size)
+        if home.weight is not None:
+            slot[:size].copy_(home.weight[:size])
+            return slot
+        slabs = self._buffers.get(self._names.weight(unit), []) if self._names else []
+        if slabs:
+            slab = slabs[0]
+        else:
+            if self._lone is None:
+                self._lone = Arena(max(layout.weight_bytes for layout in self._layouts))
+            slab = self._lone.buffer
+        extent = Extent(home.extents[home.current].offset, size)
+        self.homes.need_disk().read(self.homes.own_engine, extent, slab)
+        slot[:size].copy_(slab[:size])
+        return slot
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.pools, self._buffers, self._device_buffers, self._lone = None, {}, {}, None
+        if self._homes is not None:
+            self._homes.close()
+            self._homes = None
+        self._arena = None
+
+    def _make_homes(self, plan: Plan, profile: ModelProfile) -> Homes:
+        disk = StripedDisk(self._paths, self._keep) if self._paths else None
+        copies = extents_per_unit(plan.placement, self._keeps_saved_points) if disk else 0
+        homes: list[UnitHome] = []
+        at = 0
+        for index, layout in enumerate(self._layouts):
+            extents = tuple(Extent(at + copy * layout.extent_bytes, layout.extent_bytes) for copy in range(copies))
+            at += copies * layout.extent_bytes
+            homes.append(self._make_home(plan, profile, index, extents))
+        for home in homes:
+            if home.where.grads == "disk" and home.layout.num_trainable:
+                home.spill = Extent(at, home.layout.grad_bytes)
+                at += home.layout.grad_bytes
+        self._act_base = at
+        if disk is not None:
+            disk.reserve(at)
+        return Homes(homes, disk)
+
+    def _make_home(self, plan: Plan, profile: ModelProfile, index: int, extents: tuple[Extent, ...]) -> UnitHome:
+        layout, where = self._layouts[index], plan.placement.units[index]
+        home = UnitHome(layout, where, extents=extents)
+        owner = profile.units[index].name
+        if where.weights == "device":
+            home.device_weight = self._on_device(layout.weight_bytes)
+        if where.weights == "host" or (where.weights == "device" and where.states in ("host", "none")):
+            home.weight = self.arena.allocate(layout.weight_bytes, f"the weights of {owner}")
+        if where.states == "host":
+            home.state = {
+                part.name: self.arena.allocate(part.num_bytes, f"the optimizer state of {owner}")
+                for part in layout.components
+                if part.name != "weight"
+            }
+        if layout.num_trainable and grads_at_home(plan.placement, index):
+            home.grad = self.arena.allocate(layout.grad_bytes, f"the gradient of {owner}")
+        if layout.num_trainable and index == profile.resident_unit:
+            home.device_grad = self._on_device(layout.grad_bytes)
+        if where.weights == "disk" and not extents:
+            raise DiskError(f"{owner} should rest on disk and there is no store path")
+        return home
