@@ -13,10 +13,10 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "AdamW": "spillway.optim.config",
-    "load": "spillway.prepare",
-    "prepare": "spillway.prepare",
-    "save_pretrained": "spillway.prepare",
-    "close": "spillway.prepare",
+    "load": "spillway.api",
+    "prepare": "spillway.api",
+    "save_pretrained": "spillway.api",
+    "close": "spillway.api",
     "SpillwayError": "spillway.spec.errors",
     "PlanInfeasible": "spillway.spec.errors",
     "UsageError": "spillway.spec.errors",

@@ -15,6 +15,7 @@ from spillway.store.arena import Arena
 
 _COPY_BYTES = 64 << 20
 _DISK_BYTES = 128 << 20
+_measured: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], HardwareSpec] = {}
 
 
 def measure(
@@ -22,8 +23,21 @@ def measure(
 ) -> HardwareSpec:
     """Rates of the device for `dtype`, of the links, of the drives under `paths`, and of the CPU's update.
 
-    `copy(target, source)` moves bytes between host and device and returns when they are there.
+    `copy(target, source)` moves bytes between host and device and returns when they are there. Measured once per
+    process, device, dtype and set of drives.
     """
+    for path in paths:
+        _make(path)
+    drives = tuple(path.stat().st_dev for path in paths)
+    known = _measured.get((device, dtype, drives))
+    if known is None:
+        known = _measured[device, dtype, drives] = _measure(device, dtype, paths, copy)
+    return known
+
+
+def _measure(
+    device: torch.device, dtype: torch.dtype, paths: tuple[Path, ...], copy: Callable[[torch.Tensor, torch.Tensor], None]
+) -> HardwareSpec:
     host = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     there = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     read, write = _disk_rates(paths) if paths else (1e18, 1e18)
@@ -54,9 +68,11 @@ def best_seconds(work: Callable[[], object], times: int = 3) -> float:
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
     """Of the two matrix products of a feed-forward block over a few hundred tokens."""
     tokens, hidden = (512, 1024) if device.type == "cpu" else (4096, 4096)
-    x = torch.randn(tokens, hidden, device=device).to(dtype)
-    up = torch.randn(hidden, 4 * hidden, device=device).to(dtype)
-    down = torch.randn(4 * hidden, hidden, device=device).to(dtype)
+    # A generator of its own: what the user seeded must not move.
+    source = torch.Generator(device).manual_seed(0)
+    x = torch.randn(tokens, hidden, device=device, generator=source).to(dtype)
+    up = torch.randn(hidden, 4 * hidden, device=device, generator=source).to(dtype)
+    down = torch.randn(4 * hidden, hidden, device=device, generator=source).to(dtype)
 
     def block() -> None:
         torch.nn.functional.silu(x @ up) @ down
@@ -88,7 +104,6 @@ def _disk_rates(paths: tuple[Path, ...]) -> tuple[float, float]:
     files: list[tuple[Path, int]] = []
     try:
         for path in paths:
-            path.mkdir(parents=True, exist_ok=True)
             files.append(_open_scratch(path / "spillway.probe"))
         transfers = [
             Transfer(fd, buffer.data_ptr() + index * share, 0, share) for index, (_, fd) in enumerate(files)
@@ -104,6 +119,13 @@ def _disk_rates(paths: tuple[Path, ...]) -> tuple[float, float]:
             os.close(fd)
             file.unlink(missing_ok=True)
     return len(paths) * share / read, len(paths) * share / write
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"the store path {path} cannot be written: {error.strerror}; choose another --store") from error
 
 
 def _open_scratch(file: Path) -> tuple[Path, int]:
