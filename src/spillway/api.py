@@ -2,8 +2,8 @@
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from spillway.plan.search import PlanRequest, make_plan
 from spillway.runtime.device import Device, open_device
 from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
-from spillway.spec.hardware import Budget
+from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
 from spillway.spec.sizes import parse_size
@@ -55,7 +55,10 @@ class Prepared:
     optimizer: StreamingOptimizer
     points: SavedPoints
     budget: Budget
+    planner: "_Planner"
     origin: Path | None
+    weight_bytes: int  # of all units, as loaded
+    on_load: Callable[[int], None] | None = None  # told of the bytes of each window while weights are loaded
 
 
 def load(directory: str | os.PathLike[str], auto_class: Any, dtype: str | torch.dtype = "bfloat16") -> nn.Module:
@@ -165,11 +168,13 @@ def prepare(
         if committed is not None:
             points.restore(opened)
         else:
-            load_weights(opened, units, source)
+            load_weights(opened, units, source, prepared(model).on_load)
             points.begin(opened)
 
     placed.on_open = fill
-    _sessions[model] = Prepared(session, streaming, points, budget, origin.directory if origin else None)
+    weight_bytes = sum(unit.layout.weight_bytes for unit in units)
+    directory = origin.directory if origin else None
+    _sessions[model] = Prepared(session, streaming, points, budget, planner, directory, weight_bytes)
     _adapt(model, session)
     if example is not None:
         session.open((), dict(example))
@@ -273,10 +278,10 @@ class _Planner:
         self._budget = budget
         self._request = request
         self._placed: Plan | None = None
-        self._hardware: Any = None
+        self._hardware: HardwareSpec | None = None
 
-    def __call__(self, profile: ModelProfile, is_open: bool) -> Plan:
-        """The plan; once weights rest somewhere they stay there."""
+    def hardware(self) -> HardwareSpec:
+        """This machine, measured when first asked for."""
         if self._hardware is None:
             self._hardware = measure(
                 self._device.torch_device,
@@ -284,18 +289,13 @@ class _Planner:
                 self._paths,
                 lambda target, source: self._device.copy("upload", target, source, []),
             )
+        return self._hardware
+
+    def __call__(self, profile: ModelProfile, is_open: bool) -> Plan:
+        """The plan; once weights rest somewhere they stay there."""
         fixed = self._placed.placement.units if is_open and self._placed is not None else None
-        request = PlanRequest(
-            self._request.update,
-            self._request.weights,
-            self._request.states,
-            self._request.clip,
-            self._request.accumulation,
-            self._request.has_store,
-            self._request.keeps_saved_points,
-            fixed,
-        )
-        plan = make_plan(profile, self._hardware, self._budget, request)
+        request = replace(self._request, fixed=fixed)
+        plan = make_plan(profile, self.hardware(), self._budget, request)
         if not is_open:
             self._placed = plan
         return plan

@@ -46,10 +46,12 @@ def save_weights(
     buffers: dict[str, torch.Tensor],
     directory: Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    only: int | None = None,
 ) -> list[str]:
     """Write every parameter, and persistent `buffers`, under the names of the model; tied parameters once. The files
-    appear under their final names only when whole. Returns the file names. Raises DiskError when there is no room."""
-    shards = _shards(list(_entries(units)) + list(_buffer_entries(buffers)), max_shard_bytes)
+    appear under their final names only when whole. `only`: the one unit to write, for a trial. Returns the file names. Raises DiskError when there is no room."""
+    entries = [entry for entry in _entries(units) if only is None or entry.unit == only]
+    shards = _shards(entries + list(_buffer_entries(buffers)), max_shard_bytes)
     names = [_shard_name(index, len(shards)) for index in range(len(shards))]
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from torch import nn
 from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
 
+CAUSAL_LM = transformers.AutoModelForCausalLM
 # Logits of one piece of the loss, in float32.
 _LOGIT_BYTES = 64 << 20
 _CARRIED = ("generation_config.json", "chat_template.jinja", "chat_template.json", "special_tokens_map.json",

@@ -1,0 +1,62 @@
+"""Entry point of the `spillway` command."""
+
+import json
+import sys
+
+import click
+
+import spillway
+from spillway.cli.data import data_command
+from spillway.cli.train import train_command
+from spillway.spec.errors import SpillwayError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(spillway.__version__)
+def cli() -> None:
+    """Fine-tune every parameter of models that overflow your GPU.
+
+    \b
+    spillway train MODEL DATA... -o RUN     fine-tune; run it again to go on
+    spillway data DATA... --model MODEL     see what will be trained, before it is
+
+    \b
+    Exit codes: 0 ok, 2 usage or data, 3 does not fit, 4 host memory, 5 disk, 6 not finite,
+    130 interrupted and saved.
+    """
+
+
+cli.add_command(train_command)
+cli.add_command(data_command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its code. Errors are one sentence on standard error."""
+    given = sys.argv[1:] if arguments is None else arguments
+    sys.exit(run(given))
+
+
+def run(arguments: list[str]) -> int:
+    """The exit code of a command line."""
+    try:
+        cli.main(args=arguments, prog_name="spillway", standalone_mode=False)
+        return 0
+    except SpillwayError as error:
+        return _fail(str(error), error.exit_code, arguments)
+    except click.ClickException as error:
+        return _fail(error.format_message(), 2, arguments)
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("stopped; the last saved point is intact and the same command goes on from it", 130, arguments)
+    except MemoryError:
+        return _fail("there is not enough host memory: give a smaller --host-memory", 4, arguments)
+
+
+def _fail(message: str, code: int, arguments: list[str]) -> int:
+    if "--json" in arguments:
+        print(json.dumps({"error": message, "exit_code": code}))
+    print(f"spillway: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Options of `spillway train`, made from TrainOptions: one place for names and defaults."""
+
+import dataclasses
+import difflib
+import tomllib
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from spillway.spec.errors import UsageError
+
+# Name -> help. The first page shows these; --help-all shows the rest too.
+FIRST_PAGE = {
+    "output_dir": "Run directory: plan, metrics, store, final model.",
+    "store": "Directory on a fast drive for weights and optimizer states; again for more drives. Default: in the run.",
+    "device": "auto, cuda or cpu.",
+    "device_memory": "How much of the device may be used, e.g. 24GB. Default: what is free.",
+    "host_memory": "How much host memory may be used, e.g. 64GB. Default: nine tenths of what is free.",
+    "disk_memory": "How much disk may be used, e.g. 1TB. Default: what is free.",
+    "learning_rate": "Peak learning rate.",
+    "num_train_epochs": "Passes over the data.",
+    "max_steps": "Optimizer steps; overrides the epochs.",
+    "max_length": "Tokens per row; longer conversations are cut, longer texts go on in the next row.",
+    "per_device_train_batch_size": "Rows computed at a time.",
+    "gradient_accumulation_steps": "That many times more rows per step, at no further traffic of weights.",
+    "save_steps": "Steps between saved points where states rest in host memory; on disk every step is one.",
+    "resume_from_checkpoint": "Insist on a saved point. (The same command again goes on by itself.)",
+}
+MORE = {
+    "max_grad_norm": "Clip by the exact global norm; 0 turns it off and lets updates overlap backward.",
+    "weight_decay": "Decoupled weight decay; norms and biases are never decayed.",
+    "adam_beta1": "AdamW's beta 1.",
+    "adam_beta2": "AdamW's beta 2.",
+    "adam_epsilon": "AdamW's epsilon.",
+    "warmup_ratio": "Share of the steps in which the learning rate rises.",
+    "lr_scheduler_type": "linear, cosine, constant, ... as in transformers.",
+    "seed": "Of the data order and of dropout.",
+    "packing": "Several samples to a row, each by itself.",
+    "dtype": "bfloat16 (with fp32 masters) or float32.",
+    "update": "auto, serial or overlap: when weights are updated.",
+    "weights": "auto, device, host or disk: where weights rest.",
+    "states": "auto, host or disk: where optimizer states rest.",
+}
+
+
+def add_options(options_class: Any) -> Callable[[Any], Any]:
+    """A decorator that gives a click command an option for every field of the dataclass."""
+    hints = typing.get_type_hints(options_class)
+    fields = {field.name: field for field in dataclasses.fields(options_class)}
+
+    def decorate(command: Any) -> Any:
+        for name, text in reversed({**FIRST_PAGE, **MORE}.items()):
+            command = _option(name, hints[name], fields[name].default, text, name not in FIRST_PAGE)(command)
+        return command
+
+    return decorate
+
+
+def _option(name: str, hint: Any, default: Any, text: str, hidden: bool) -> Callable[[Any], Any]:
+    flag = "--" + name.replace("_", "-")
+    shown: dict[str, Any] = {"help": text, "hidden": hidden}
+    if hint is bool:
+        names = (f"{flag}/--no-{flag[2:]}",) if default else (flag,)
+        return click.option(*names, name, default=default, is_flag=True, **shown)
+    if hint == tuple[str, ...]:
+        return click.option(flag, name, multiple=True, metavar="PATH", **shown)
+    if name == "output_dir":
+        return click.option("-o", flag, name, required=True, metavar="RUN", **shown)
+    kind = {int: int, float: float}.get(hint, str)
+    show_default = default is not None and default != -1
+    return click.option(flag, name, default=default, type=kind, show_default=show_default, **shown)
+
+
+def read_config(path: Path, options_class: Any) -> dict[str, Any]:
+    """Values of a YAML or TOML file with the option names (dashes or underscores).
+
+    Raises UsageError for a file that cannot be read, or an unknown name, with the nearest one.
+    """
+    try:
+        text = path.read_text()
+        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except OSError as error:
+        raise UsageError(f"the config file {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        first = " ".join(str(error).split())
+        raise UsageError(f"the config file {path} is malformed: {first}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"the config file {path} must hold names and values, such as learning_rate: 2e-5")
+    known = [field.name for field in dataclasses.fields(options_class)]
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"the config file {path} sets '{key}', which is no option{hint}")
+        found[name] = value
+    return found

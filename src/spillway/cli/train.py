@@ -1,0 +1,64 @@
+"""`spillway train`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from spillway.cli.options import add_options, read_config
+from spillway.spec.jsonable import to_json
+from spillway.spec.options import TrainOptions
+
+_ORIGINS = {ParameterSource.COMMANDLINE: "flag", ParameterSource.DEFAULT_MAP: "file"}
+
+
+def _use_config(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        context.default_map = read_config(Path(value), TrainOptions)
+
+
+def _show_all(context: click.Context, _: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        for parameter in context.command.params:
+            if isinstance(parameter, click.Option):
+                parameter.hidden = False
+        click.echo(context.get_help())
+        context.exit()
+
+
+@click.command("train")
+@click.argument("model")
+@click.argument("data", nargs=-1, required=True)
+@add_options(TrainOptions)
+@click.option("--config", callback=_use_config, is_eager=True, metavar="FILE", help="YAML or TOML with option names.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on standard output.")
+@click.option("--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Every option.")
+@click.pass_context
+def train_command(context: click.Context, as_json: bool, config: str | None, **values: Any) -> None:
+    """Fine-tune MODEL (a directory or a hub name) on DATA (.txt, .jsonl, .json, .parquet, or directories of them).
+
+    \b
+    What a record is shows in its fields:
+      {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}]}   assistant turns are trained
+      {"prompt": ..., "completion": ...}                                             the completion is trained
+      {"text": ...}, or a .txt file                                                  everything is trained
+
+    \b
+    Examples:
+      spillway train ./llama-8b chats.jsonl -o runs/a
+      spillway train ./llama-8b chats.jsonl -o runs/a --device-memory 20GB --host-memory 48GB
+      spillway train ./llama-8b books/ -o runs/b --store /mnt/nvme0 --store /mnt/nvme1 --max-steps 500
+      spillway train --config run.yaml
+
+    Run the same command again to go on after an interruption.
+    """
+    from spillway.report.progress import Reporter
+    from spillway.train import train
+
+    origins = {name: _ORIGINS.get(source, "default") for name in values if (source := context.get_parameter_source(name))}
+    options = TrainOptions(**{**values, "store": tuple(values["store"]), "data": tuple(values["data"])})
+    summary = train(options, Reporter(), origins)
+    if as_json:
+        click.echo(json.dumps(to_json(summary)))

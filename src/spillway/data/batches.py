@@ -1,0 +1,143 @@
+"""Packs samples into rows and rows into batches. The position in the data is (seed, epoch, index) and nothing else."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from spillway.data.encode import Sample
+
+IGNORED = -100  # a label that is not trained
+_OPEN_ROWS = 64
+_LENGTH_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """The next batch: its epoch and its index within it."""
+
+    epoch: int = 0
+    index: int = 0
+
+
+class Batches:
+    """Every batch of a run by position, in O(1) once an epoch's order is drawn.
+
+    Samples are shuffled by (seed, epoch). With `packing` several share a row of at most `max_length` tokens, each with
+    positions of its own and attention to itself only. In the first epoch the longest batch goes first: if it fits,
+    all do.
+    """
+
+    def __init__(
+        self, samples: list[Sample], rows: int, max_length: int, seed: int, packing: bool, pad_id: int
+    ) -> None:
+        self._samples = samples
+        self._rows = rows
+        self._max_length = max_length
+        self._seed = seed
+        self._packing = packing
+        self._pad_id = pad_id
+        self._lengths = np.array([sample.ids.size for sample in samples])
+        self._drawn: tuple[int, list[list[list[int]]]] | None = None
+
+    def per_epoch(self, epoch: int = 0) -> int:
+        """Batches of an epoch."""
+        return len(self._epoch(epoch))
+
+    def at(self, position: DataPosition) -> dict[str, torch.Tensor]:
+        """The batch at a position: input_ids, position_ids, labels [rows, length], and where needed an attention_mask
+        [rows, 1, length, length] that is True where a token may look."""
+        return self._collate(self._epoch(position.epoch)[position.index])
+
+    def after(self, position: DataPosition) -> DataPosition:
+        """The position that follows."""
+        if position.index + 1 < self.per_epoch(position.epoch):
+            return DataPosition(position.epoch, position.index + 1)
+        return DataPosition(position.epoch + 1, 0)
+
+    def longest(self) -> dict[str, torch.Tensor]:
+        """The batch that takes most memory: the first one."""
+        return self.at(DataPosition())
+
+    def fill_rate(self) -> float:
+        """Share of the first epoch's positions that hold a token."""
+        batches = self._epoch(0)
+        room = sum(len(batch) * self._length(batch) for batch in batches)
+        return float(self._lengths.sum() / room)
+
+    def _epoch(self, epoch: int) -> list[list[list[int]]]:
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = (epoch, self._draw(epoch))
+        return self._drawn[1]
+
+    def _draw(self, epoch: int) -> list[list[list[int]]]:
+        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._samples))
+        rows = self._pack(order) if self._packing else [[int(sample)] for sample in order]
+        batches = [rows[start : start + self._rows] for start in range(0, len(rows), self._rows)]
+        if epoch == 0:
+            weight = [len(batch) * self._length(batch) for batch in batches]
+            batches.insert(0, batches.pop(int(np.argmax(weight))))
+        return batches
+
+    def _pack(self, order: Any) -> list[list[int]]:
+        """Best fit among the rows still open; the fullest is closed when too many are."""
+        done: list[list[int]] = []
+        open_rows: list[tuple[int, list[int]]] = []  # room left, samples
+        for sample in order:
+            length = int(self._lengths[sample])
+            fitting = [place for place, (room, _) in enumerate(open_rows) if room >= length]
+            if fitting:
+                best = min(fitting, key=lambda place: open_rows[place][0])
+                room, row = open_rows.pop(best)
+                row.append(int(sample))
+                open_rows.append((room - length, row))
+            else:
+                open_rows.append((self._max_length - length, [int(sample)]))
+            if len(open_rows) > _OPEN_ROWS:
+                fullest = min(range(len(open_rows)), key=lambda place: open_rows[place][0])
+                done.append(open_rows.pop(fullest)[1])
+        return done + [row for _, row in open_rows]
+
+    def _length(self, batch: list[list[int]]) -> int:
+        longest = max(int(sum(self._lengths[sample] for sample in row)) for row in batch)
+        return min(-(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, max(self._max_length, longest))
+
+    def _collate(self, batch: list[list[int]]) -> dict[str, torch.Tensor]:
+        length = self._length(batch)
+        ids = np.full((len(batch), length), self._pad_id, np.int64)
+        labels = np.full((len(batch), length), IGNORED, np.int64)
+        positions = np.zeros((len(batch), length), np.int64)
+        documents = np.full((len(batch), length), -1, np.int64)
+        for number, row in enumerate(batch):
+            at = 0
+            for document, index in enumerate(row):
+                sample = self._samples[index]
+                part = slice(at, at + sample.ids.size)
+                ids[number, part] = sample.ids
+                # The first token of a document is never predicted from the document before it.
+                labels[number, part] = np.where(sample.trained, sample.ids, IGNORED)
+                labels[number, at] = IGNORED
+                positions[number, part] = np.arange(sample.ids.size)
+                documents[number, part] = document
+                at += sample.ids.size
+            positions[number, at:] = np.arange(length - at)
+        tensors = {
+            "input_ids": torch.from_numpy(ids),
+            "position_ids": torch.from_numpy(positions),
+            "labels": torch.from_numpy(labels),
+        }
+        if any(len(row) > 1 for row in batch):
+            tensors["attention_mask"] = document_mask(torch.from_numpy(documents))
+        else:
+            # One document a row: plain causal attention, the fastest there is; padding comes after what matters.
+            tensors["position_ids"] = torch.arange(length).expand(len(batch), length).contiguous()
+        return tensors
+
+
+def document_mask(documents: torch.Tensor) -> torch.Tensor:
+    """bool [rows, 1, n, n]: True where a token may look: itself and what stands before it in the same document."""
+    same = documents[:, :, None] == documents[:, None, :]
+    length = documents.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    return (same & causal)[:, None]

@@ -1,0 +1,180 @@
+"""Reads training records from files; what a record is shows in its fields."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spillway.spec.errors import DataError
+
+SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_KINDS = "'messages', 'prompt' and 'completion', or 'text'"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One document: `kind` is text, messages or completion; `where` is file:line for messages to people."""
+
+    kind: str
+    where: str
+    text: str = ""
+    messages: tuple[dict[str, Any], ...] = ()
+    prompt: str = ""
+    completion: str = ""
+    trained_from: int = 0  # of messages: assistant turns before this one are not trained
+    tools: tuple[Any, ...] = ()
+
+
+def read_records(paths: Sequence[str | Path]) -> Iterator[Record]:
+    """Every record of the files, in order; a directory stands for the files of known types in it.
+
+    Raises DataError naming file and line for anything that is not a usable record.
+    """
+    for path in _files(paths):
+        if path.suffix == ".txt":
+            yield from _text_file(path)
+        elif path.suffix == ".parquet":
+            yield from (as_record(row, f"{path}:{number}") for number, row in _parquet_rows(path))
+        else:
+            yield from (as_record(row, f"{path}:{number}") for number, row in _json_rows(path))
+
+
+def as_record(row: Any, where: str) -> Record:
+    """The record of one decoded row. Raises DataError."""
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a record must be an object with fields, this is {_kind_of(row)}")
+    if row.get("messages") is not None:
+        messages = _messages(row["messages"], where)
+        return Record("messages", where, messages=messages, tools=tuple(row.get("tools") or ()))
+    if row.get("prompt") is not None or row.get("completion") is not None:
+        return _completion(row, where)
+    if row.get("text") is not None:
+        return Record("text", where, text=_string(row["text"], "text", where))
+    fields = ", ".join(f"'{key}'" for key in row) or "none"
+    raise DataError(f"{where}: a record needs {_KINDS}; this one has {fields}")
+
+
+def _files(paths: Sequence[str | Path]) -> Iterator[Path]:
+    for given in paths:
+        path = Path(given)
+        if path.is_dir():
+            found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+            if not found:
+                raise DataError(f"{path} has no {', '.join(SUFFIXES)} file in it")
+            yield from found
+        elif not path.exists():
+            raise DataError(f"{path} does not exist: give the path of a {', '.join(SUFFIXES)} file")
+        elif path.suffix not in SUFFIXES:
+            raise DataError(f"{path} is of an unknown type: give a {', '.join(SUFFIXES)} file")
+        else:
+            yield path
+
+
+def _text_file(path: Path) -> Iterator[Record]:
+    text = _decode(path)
+    if text.strip():
+        yield Record("text", f"{path}:1", text=text)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    if path.suffix == ".json":
+        try:
+            rows = json.loads(_decode(path))
+        except ValueError:
+            rows = None  # many .json files hold a record per line
+        if isinstance(rows, dict) and len(rows) == 1 and isinstance(next(iter(rows.values())), list):
+            rows = next(iter(rows.values()))
+        if rows is not None:
+            yield from enumerate(rows if isinstance(rows, list) else [rows], 1)
+            return
+    with open(path, encoding="utf-8", errors="strict") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _json_line(line, f"{path}:{number}")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def _json_line(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: this line is not JSON ({error})") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"{path} needs pyarrow: run `pip install spillway[parquet]`") from error
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        number = 0
+        for batch in table.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+
+
+def _decode(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
+    messages = []
+    for index, message in enumerate(value):
+        if not isinstance(message, dict) or "role" not in message:
+            raise DataError(f"{where}: message {index + 1} has no 'role'")
+        role = message["role"]
+        if role not in ROLES:
+            raise DataError(f"{where}: role '{role}' of message {index + 1} is unknown; expected {'|'.join(ROLES)}")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise DataError(f"{where}: message {index + 1} ({role}) has no 'content'")
+        messages.append({key: part for key, part in message.items() if part is not None})
+    if all(message["role"] != "assistant" for message in messages):
+        raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to train on")
+    return tuple(messages)
+
+
+def _completion(row: dict[str, Any], where: str) -> Record:
+    for field in ("prompt", "completion"):
+        if row.get(field) is None:
+            raise DataError(f"{where}: a record with {_other(field)} needs '{field}' too")
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        both = _messages([*prompt, *completion], where)
+        return Record("messages", where, messages=both, trained_from=len(prompt))
+    return Record(
+        "completion",
+        where,
+        prompt=_string(prompt, "prompt", where),
+        completion=_string(completion, "completion", where),
+    )
+
+
+def _string(value: Any, field: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{where}: '{field}' must be text, this is {_kind_of(value)}")
+    return value
+
+
+def _other(field: str) -> str:
+    return "'completion'" if field == "prompt" else "'prompt'"
+
+
+def _kind_of(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,19 @@
+"""Learning rate schedules by their Hugging Face names."""
+
+from typing import Any
+
+import transformers
+
+from spillway.spec.errors import UsageError
+
+
+def make_schedule(name: str, optimizer: Any, warmup_steps: int, total_steps: int, done_steps: int) -> Any:
+    """The scheduler, as it is after `done_steps`. Raises UsageError for an unknown name."""
+    try:
+        schedule = transformers.get_scheduler(name, optimizer, warmup_steps, total_steps)
+    except (ValueError, TypeError) as error:
+        known = ", ".join(kind.value for kind in transformers.SchedulerType)
+        raise UsageError(f"lr_scheduler_type '{name}' is not one of {known}") from error
+    for _ in range(done_steps):
+        schedule.step()
+    return schedule

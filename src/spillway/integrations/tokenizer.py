@@ -1,0 +1,27 @@
+"""The tokenizer of a model directory."""
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from spillway.spec.errors import UsageError
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The fast tokenizer that lies beside a model. Raises UsageError where there is none."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{directory} has no tokenizer that can be loaded: put tokenizer.json beside the model") from error
+    if not tokenizer.is_fast:
+        raise UsageError(f"{directory} has only a slow tokenizer: convert it to tokenizer.json (fast) first")
+    return tokenizer
+
+
+def pad_id(tokenizer: Any) -> int:
+    """A token for positions that are neither trained nor looked at."""
+    for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if candidate is not None:
+            return int(candidate)
+    return 0

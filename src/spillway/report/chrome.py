@@ -1,0 +1,33 @@
+"""trace.json: a measured step and its prediction, for Perfetto or chrome://tracing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from spillway.spec.plan import LANES
+from spillway.spec.trace import Trace
+
+
+def write_chrome_trace(path: Path, traces: dict[str, Trace], unit_names: list[str]) -> None:
+    """One process per trace, one thread per lane. Times in microseconds, as the format wants."""
+    events: list[dict[str, Any]] = []
+    for process, (name, trace) in enumerate(traces.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+        for thread, lane in enumerate(LANES):
+            labels = {"ph": "M", "pid": process, "tid": thread}
+            events.append({**labels, "name": "thread_name", "args": {"name": lane}})
+            events.append({**labels, "name": "thread_sort_index", "args": {"sort_index": thread}})
+        for span in trace.spans:
+            unit = unit_names[span.unit] if span.unit >= 0 else "step"
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": process,
+                    "tid": LANES.index(span.lane),
+                    "name": f"{span.kind} {span.group if span.group != 'none' else ''} {unit}".replace("  ", " "),
+                    "ts": span.start_s * 1e6,
+                    "dur": (span.end_s - span.start_s) * 1e6,
+                    "args": {"op": span.op, "amount": span.amount},
+                }
+            )
+    path.write_text(json.dumps({"traceEvents": events}))

@@ -1,0 +1,70 @@
+"""metrics.jsonl: a line per optimizer step."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from spillway.spec.jsonable import to_json
+from spillway.spec.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One optimizer step. Seconds and bytes; `loss` is the mean over the step's trained tokens."""
+
+    step: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    trained_tokens: int
+    seconds: float
+    busy_seconds: dict[str, float]
+    moved_bytes: dict[str, float]
+    peak_bytes: dict[str, int]
+    skipped_steps: int = 0
+
+
+class MetricsFile:
+    """Appends steps; after a resume the lines of steps that were lost are gone."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        """`first_step`: steps up to and including it stay."""
+        kept = [line for line in _lines(path) if _step_of(line) <= first_step]
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        os.replace(temporary, path)
+        self._file = open(path, "a")  # noqa: SIM115 - closed by close()
+
+    def add(self, metrics: StepMetrics) -> None:
+        """Write one line and let it reach the system."""
+        self._file.write(json.dumps(to_json(metrics)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def sum_lanes(traces: list[Trace]) -> tuple[dict[str, float], dict[str, float]]:
+    """Busy seconds and moved bytes per lane over the traces of one optimizer step."""
+    busy: dict[str, float] = {}
+    moved: dict[str, float] = {}
+    for trace in traces:
+        for total, part in ((busy, trace.busy_s()), (moved, trace.moved_bytes())):
+            for lane, amount in part.items():
+                total[lane] = round(total.get(lane, 0.0) + amount, 6)
+    return busy, moved
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return 1 << 62  # a line cut off by a crash

@@ -1,0 +1,83 @@
+"""The summary at the end of a run and the plan at its start, for people."""
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from spillway.spec.hardware import Budget
+from spillway.spec.plan import Plan, TierPeaks
+from spillway.spec.sizes import format_seconds, format_size
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What a finished (or interrupted) run did. Bytes and seconds."""
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    tokens_per_s: float
+    predicted_step_s: float
+    measured_step_s: float
+    predicted_peaks: TierPeaks
+    measured_peaks: dict[str, int]
+    budget: Budget
+    written_bytes: float
+    output: str
+    state_bytes: int
+
+
+def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_bytes: int) -> None:
+    """Where the model state goes, in a few lines."""
+    units = plan.placement.units
+    trained = [unit for unit in units if unit.states != "none"]
+    weights = ", ".join(_count(units, "weights", tier) for tier in ("device", "host", "disk") if _any(units, "weights", tier))
+    states = ", ".join(_count(trained, "states", tier) for tier in ("host", "disk") if _any(trained, "states", tier))
+    host = "host (device included)" if device == "cpu" else "host"
+    console.print(f"model state {format_size(state_bytes)} in {len(units)} units · weights: {weights} · states: {states}")
+    console.print(
+        f"peaks: device {format_size(plan.peaks.device)} of {format_size(budget.device_bytes)} · "
+        f"{host} {format_size(plan.peaks.host)} of {format_size(budget.host_bytes)} · "
+        f"disk {format_size(plan.peaks.disk)} of {format_size(budget.disk_bytes)}"
+    )
+    console.print(
+        f"update {plan.placement.update} · predicted {format_seconds(plan.step_seconds)} a step, "
+        f"busiest lane: {plan.bottleneck}"
+    )
+    for note in plan.notes:
+        console.print(f"note: {note}")
+
+
+def print_summary(console: Console, summary: RunSummary) -> None:
+    """The closing table."""
+    table = Table(title="Spillway run", title_justify="left")
+    for column, justify in (("", "left"), ("predicted", "right"), ("measured", "right"), ("budget", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    table.add_row(
+        "seconds per step", format_seconds(summary.predicted_step_s), format_seconds(summary.measured_step_s), ""
+    )
+    budgets = {
+        "device": summary.budget.device_bytes,
+        "host": summary.budget.host_bytes,
+        "disk": summary.budget.disk_bytes,
+    }
+    for tier, budget in budgets.items():
+        predicted = getattr(summary.predicted_peaks, tier)
+        measured = summary.measured_peaks.get(tier, 0)
+        shown = format_size(measured) if measured else "in host"
+        table.add_row(f"{tier} peak", format_size(predicted), shown, format_size(budget))
+    table.add_row("model state", format_size(summary.state_bytes), "", "")
+    table.add_row("loss, first to last", "", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}", "")
+    table.add_row("tokens per second", "", f"{summary.tokens_per_s:,.0f}", "")
+    table.add_row("written to disk", "", format_size(summary.written_bytes), "")
+    console.print(table)
+    console.print(f"{summary.steps} steps done; the model is in {summary.output}")
+
+
+def _any(units: object, part: str, tier: str) -> bool:
+    return any(getattr(unit, part) == tier for unit in units)  # type: ignore[attr-defined]
+
+
+def _count(units: object, part: str, tier: str) -> str:
+    return f"{sum(getattr(unit, part) == tier for unit in units)} on {tier}"  # type: ignore[attr-defined]

@@ -1,0 +1,54 @@
+"""What a training run can be told."""
+
+from dataclasses import dataclass
+
+from spillway.spec.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """Everything a run can be told; names and meanings follow Hugging Face's TrainingArguments where they exist."""
+
+    model: str
+    data: tuple[str, ...]
+    output_dir: str
+    store: tuple[str, ...] = ()
+    device: str = "auto"
+    device_memory: str | None = None
+    host_memory: str | None = None
+    disk_memory: str | None = None
+    learning_rate: float = 2e-5
+    num_train_epochs: float = 1.0
+    max_steps: int = -1
+    max_length: int = 2048
+    per_device_train_batch_size: int = 4
+    gradient_accumulation_steps: int = 1
+    save_steps: int = 100
+    resume_from_checkpoint: bool = False
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    warmup_ratio: float = 0.03
+    lr_scheduler_type: str = "cosine"
+    seed: int = 42
+    packing: bool = True
+    dtype: str = "bfloat16"
+    update: str = "auto"
+    weights: str = "auto"
+    states: str = "auto"
+
+    def check(self) -> None:
+        """Raise UsageError naming the first value that makes no sense."""
+        positive = ("learning_rate", "num_train_epochs", "max_length", "per_device_train_batch_size",
+                    "gradient_accumulation_steps", "save_steps")  # fmt: skip
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
+        if self.max_steps == 0:
+            raise UsageError("--max-steps must be more than 0, or left out for whole epochs")
+        if self.max_length < 2:
+            raise UsageError("--max-length must be at least 2: a token is predicted from the one before it")
+        if not 0 <= self.warmup_ratio < 1:
+            raise UsageError(f"--warmup-ratio must be in [0, 1), not {self.warmup_ratio}")

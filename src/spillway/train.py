@@ -1,0 +1,428 @@
+"""`spillway train`: plan, model and data to steps."""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from spillway import native
+from spillway.api import Prepared, as_dtype, close, load, persistent_buffers, prepare, prepared, save_pretrained
+from spillway.checkpoint.load import read_parameter
+from spillway.checkpoint.save import save_weights, weights_bytes
+from spillway.data import Batches, DataPosition, Encoded, encode_files
+from spillway.hardware.watch import MemoryWatch
+from spillway.integrations.huggingface import CAUSAL_LM, find_directory
+from spillway.integrations.schedules import make_schedule
+from spillway.integrations.tokenizer import load_tokenizer, pad_id
+from spillway.optim.config import AdamW
+from spillway.plan.simulate import simulate
+from spillway.report.chrome import write_chrome_trace
+from spillway.report.metrics import MetricsFile, StepMetrics, sum_lanes
+from spillway.report.progress import Reporter, StepLine
+from spillway.report.tables import RunSummary, print_plan, print_summary
+from spillway.spec.errors import DiskError, Interrupted, NonFinite, UsageError
+from spillway.spec.jsonable import to_json
+from spillway.spec.options import TrainOptions
+from spillway.spec.sizes import format_size
+from spillway.store.disk import free_bytes
+from spillway.store.manifest import load_manifest
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the run has done so far."""
+
+    step: int = 0
+    position: DataPosition = DataPosition()
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    written_bytes: float = 0.0
+
+
+def train(options: TrainOptions, reporter: Reporter, origins: dict[str, str] | None = None) -> RunSummary:
+    """Run (or go on with) a training. `origins`: where each option's value comes from, for config.json.
+
+    Raises a SpillwayError for anything the user can mend; Interrupted after Ctrl-C, when the last step is committed.
+    """
+    options.check()
+    run = _Run(options, reporter, origins or {})
+    with ExitStack() as stack:
+        watch = stack.enter_context(MemoryWatch())
+        stop = stack.enter_context(_stop_on_signals(reporter))
+        stack.callback(run.close)
+        run.set_up()
+        return run.train(stop, watch)
+
+
+class _Run:
+    """One run directory and what happens in it."""
+
+    def __init__(self, options: TrainOptions, reporter: Reporter, origins: dict[str, str]) -> None:
+        self._options = options
+        self._reporter = reporter
+        self._origins = origins
+        self._directory = Path(options.output_dir)
+        self._output = self._directory / "model"
+        self._progress = _Progress()
+        self._model: torch.nn.Module | None = None
+
+    # Before the first step #
+
+    def set_up(self) -> None:
+        """Everything that can fail early: data, model, plan, memory, disk, the save path."""
+        options, say = self._options, self._reporter.say
+        if native.load_problem():
+            say(f"note: {native.load_problem()}: PyTorch and preadv do its work, slower")
+        directory = find_directory(options.model)
+        tokenizer = load_tokenizer(directory)
+        self._make_directory()
+        self._stores = _store_directories(options, self._directory)
+        self._encode(tokenizer)
+        resumed = self._find_resume()
+        torch.manual_seed(options.seed)
+        say(f"building {directory} and planning")
+        model = load(directory, CAUSAL_LM, as_dtype(options.dtype))
+        rows = options.per_device_train_batch_size * options.gradient_accumulation_steps
+        self._check_length(model)
+        self._batches = Batches(
+            self._data.samples, rows, options.max_length, options.seed, options.packing, pad_id(tokenizer)
+        )
+        self._total = self._count_steps()
+        clip = options.max_grad_norm if options.max_grad_norm > 0 else None
+        betas = (options.adam_beta1, options.adam_beta2)
+        settings = AdamW(options.learning_rate, betas, options.adam_epsilon, options.weight_decay, clip)
+        model, self._optimizer = prepare(
+            model,
+            settings,
+            store=self._stores,
+            device=options.device,
+            device_memory=options.device_memory,
+            host_memory=options.host_memory,
+            disk_memory=options.disk_memory,
+            micro_batch=options.per_device_train_batch_size,
+            update=options.update,
+            weights=options.weights,
+            states=options.states,
+            resume=resumed,
+            keep_saved_points=True,
+        )
+        self._model = model
+        self._parts: Prepared = prepared(model)
+        model.train()
+        session = self._parts.session
+        self._device = session.device.torch_device
+        longest = {key: tensor.to(self._device) for key, tensor in self._batches.longest().items()}
+        with self._reporter.counting("loading weights", self._parts.weight_bytes) as counter:
+            self._parts.on_load = counter.advance
+            session.open((), longest)
+        if resumed:
+            self._resume()
+        self._write_plan()
+        self._exercise_save()
+
+    def _make_directory(self) -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            (self._directory / ".writable").write_text("")
+            (self._directory / ".writable").unlink()
+        except OSError as error:
+            raise UsageError(f"the run directory {self._directory} cannot be written: {error.strerror}") from error
+
+    def _encode(self, tokenizer: Any) -> None:
+        with self._reporter.counting("reading data") as counter:
+            self._data: Encoded = encode_files(self._options.data, tokenizer, self._options.max_length, counter.reach)
+        data = self._data
+        self._reporter.say(
+            f"data: {data.num_records} records, {len(data.samples)} samples, {data.num_tokens:,} tokens, "
+            f"{data.num_trained / data.num_tokens:.0%} trained, {data.num_truncated} cut at {self._options.max_length}"
+            + (f", {data.num_lost} of them with nothing left to train" if data.num_lost else "")
+        )
+
+    def _find_resume(self) -> bool:
+        """Whether there is a saved point of this very run. Raises UsageError where it is of another."""
+        found = load_manifest(self._stores[0]) if self._stores[0].exists() else None
+        if found is None:
+            if self._options.resume_from_checkpoint:
+                raise UsageError(f"there is no saved point in {self._stores[0]} to resume from: leave the option out")
+            return False
+        saved = json.loads(found.run.get("identity", "{}"))
+        for name, value in self._identity().items():
+            if saved.get(name) != value:
+                raise UsageError(
+                    f"{self._directory} holds step {found.step} of a run with another {name} "
+                    f"({_short(saved.get(name))}, now {_short(value)}): give the same one, or another --output-dir"
+                )
+        return True
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change for a resumed run to be the same run."""
+        options = self._options
+        names = ("seed", "max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "packing", "dtype",
+                 "learning_rate", "num_train_epochs", "max_steps", "max_grad_norm", "weight_decay", "adam_beta1",
+                 "adam_beta2", "adam_epsilon", "warmup_ratio", "lr_scheduler_type")  # fmt: skip
+        return {**{name: getattr(options, name) for name in names}, "data": self._data.fingerprint()}
+
+    def _check_length(self, model: torch.nn.Module) -> None:
+        most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        if most is not None and self._options.max_length > most:
+            raise UsageError(f"--max-length {self._options.max_length} is more than the model's {most} positions")
+
+    def _count_steps(self) -> int:
+        if self._options.max_steps > 0:
+            return self._options.max_steps
+        return max(math.ceil(self._options.num_train_epochs * self._batches.per_epoch()), 1)
+
+    def _resume(self) -> None:
+        saved = json.loads(self._parts.points.found_run["position"])
+        self._progress.step = self._parts.points.step
+        self._progress.position = DataPosition(saved["epoch"], saved["index"])
+        self._progress.losses = list(saved["losses"])
+        self._reporter.say(f"going on after step {self._progress.step} of {self._total}")
+
+    def _write_plan(self) -> None:
+        schedule = self._parts.session.schedule
+        if schedule is None:
+            raise AssertionError("the session is open and has no plan")
+        self._plan = schedule.plan
+        session, budget = self._parts.session, self._parts.budget
+        print_plan(self._reporter.console, self._plan, budget, session.device.kind, self._state_bytes())
+        engine = session.store.homes.read_engine.backend
+        direct = session.store.homes.need_disk().direct
+        self._reporter.say(
+            f"store {', '.join(map(str, self._stores))} ({engine}{', O_DIRECT' if direct else ', page cache'}) · "
+            f"AdamW {native.kernel_name()}"
+        )
+        (self._directory / "plan.json").write_text(json.dumps(to_json(self._plan)))
+        values = {
+            name: {"value": to_json(getattr(self._options, name)), "origin": self._origins.get(name, "default")}
+            for name in TrainOptions.__dataclass_fields__
+        }
+        values["update"] = {"value": self._plan.placement.update, "origin": self._chosen("update")}
+        (self._directory / "config.json").write_text(json.dumps(values, indent=2))
+
+    def _chosen(self, name: str) -> str:
+        return "planner" if getattr(self._options, name) == "auto" else self._origins.get(name, "default")
+
+    def _state_bytes(self) -> int:
+        return sum(unit.layout.extent_bytes + unit.layout.grad_bytes for unit in self._parts.session.units)
+
+    def _exercise_save(self) -> None:
+        """Write, read back and compare a part of the model as it will be written at the end, and see that the rest has
+        room. Raises DiskError."""
+        session = self._parts.session
+        need, have = weights_bytes(session.units), free_bytes(self._directory)
+        if need > have:
+            raise DiskError(
+                f"the trained model takes {format_size(need)} in {self._output} and {format_size(have)} are free there: "
+                f"free some or choose another --output-dir"
+            )
+        trial = self._directory / "save-trial"
+        index = min(range(len(session.units)), key=lambda unit: session.units[unit].layout.weight_bytes)
+        unit = session.units[index]
+        names = save_weights(session.store, session.units, {}, trial, only=index)
+        written = load_file(trial / names[0])
+        for place in unit.layout.places:
+            if not torch.equal(written[place.name], read_parameter(session.store, index, place, unit.layout)):
+                raise DiskError(f"{place.name} came back changed from {trial}: the drive or its file system is faulty")
+        shutil.rmtree(trial)
+
+    # The steps #
+
+    def train(self, stop: "_Stop", watch: MemoryWatch) -> RunSummary:
+        """All steps that are left, then the final model."""
+        options, progress = self._options, self._progress
+        schedule = make_schedule(
+            options.lr_scheduler_type,
+            self._optimizer,
+            math.ceil(options.warmup_ratio * self._total),
+            self._total,
+            progress.step,
+        )
+        metrics = MetricsFile(self._directory / "metrics.jsonl", progress.step)
+        try:
+            with self._reporter.training(self._total, progress.step) as line:
+                while progress.step < self._total:
+                    self._step(schedule, metrics, line, watch)
+                    if stop.asked:
+                        self._save_point()
+                        raise Interrupted(
+                            f"interrupted after step {progress.step} of {self._total}, which is saved: the same command "
+                            f"goes on from there"
+                        )
+                    if progress.step % options.save_steps == 0:
+                        self._save_point()
+        finally:
+            metrics.close()
+        self._save_point()
+        return self._finish(watch)
+
+    def _step(self, schedule: Any, metrics: MetricsFile, line: StepLine, watch: MemoryWatch) -> None:
+        progress, model = self._progress, self._model
+        if model is None:
+            raise AssertionError("the run is not set up")
+        start = time.perf_counter()
+        position = progress.position
+        batch = {key: tensor.to(self._device) for key, tensor in self._batches.at(position).items()}
+        learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        loss = model(**batch).loss
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            self._save_point()
+            raise NonFinite(
+                f"the loss of step {progress.step + 1} (epoch {position.epoch}, batch {position.index}) is {value}: "
+                f"stopped before it changed anything, step {self._parts.points.saved_step} is saved; lower "
+                f"--learning-rate or look at the data"
+            )
+        loss.backward()
+        progress.losses.append(value)
+        progress.position = self._batches.after(position)
+        self._parts.points.run = self._run_state()
+        self._optimizer.step()
+        schedule.step()
+        progress.step += 1
+        seconds = time.perf_counter() - start
+        progress.seconds.append(seconds)
+        tokens = batch["input_ids"].numel()
+        progress.tokens += tokens
+        self._record(metrics, watch, position, value, learning_rate, batch, seconds)
+        line.step(progress.step, value, self._optimizer.last_result.grad_norm, learning_rate, tokens, seconds)
+
+    def _record(
+        self,
+        metrics: MetricsFile,
+        watch: MemoryWatch,
+        position: DataPosition,
+        loss: float,
+        learning_rate: float,
+        batch: dict[str, torch.Tensor],
+        seconds: float,
+    ) -> None:
+        result, session = self._optimizer.last_result, self._parts.session
+        busy, moved = sum_lanes(result.traces)
+        self._progress.written_bytes += moved.get("write", 0.0)
+        peaks = {
+            "device": session.device.peak_bytes(),
+            "host": watch.peak,
+            "disk": session.store.homes.need_disk().num_bytes,
+        }
+        metrics.add(
+            StepMetrics(
+                self._progress.step,
+                position.epoch,
+                loss,
+                result.grad_norm,
+                learning_rate,
+                batch["input_ids"].numel(),
+                int((batch["labels"] != -100).sum()),
+                seconds,
+                busy,
+                moved,
+                peaks,
+            )
+        )
+
+    def _run_state(self) -> dict[str, str]:
+        progress = self._progress
+        position = {"epoch": progress.position.epoch, "index": progress.position.index, "losses": progress.losses[:1]}
+        return {"position": json.dumps(position), "identity": json.dumps(self._identity_once())}
+
+    def _identity_once(self) -> dict[str, Any]:
+        if not hasattr(self, "_known_identity"):
+            self._known_identity = self._identity()
+        return self._known_identity
+
+    def _save_point(self) -> None:
+        if self._progress.step > 0:
+            self._parts.points.save(self._parts.session.store, self._progress.step)
+
+    # After the last step #
+
+    def _finish(self, watch: MemoryWatch) -> RunSummary:
+        if self._model is None:
+            raise AssertionError("the run is not set up")
+        progress, parts = self._progress, self._parts
+        result = self._optimizer.last_result
+        if result is not None:
+            names = [unit.name for unit in parts.session.units]
+            predicted = simulate(self._plan.ops, self._plan.pools, parts.planner.hardware())
+            traces = {"measured (last step)": result.traces[-1], "predicted": predicted}
+            write_chrome_trace(self._directory / "trace.json", traces, names)
+        self._reporter.say(f"writing the model to {self._output}")
+        save_pretrained(self._model, self._output)
+        disk = parts.session.store.homes.need_disk()
+        later = progress.seconds[1:] or progress.seconds or [0.0]
+        peaks = {"device": parts.session.device.peak_bytes(), "host": watch.peak, "disk": disk.num_bytes}
+        losses = progress.losses or [math.nan]
+        summary = RunSummary(
+            progress.step,
+            losses[0],
+            losses[-1],
+            progress.tokens / sum(progress.seconds) if progress.seconds else 0.0,
+            self._plan.step_seconds,
+            statistics.median(later),
+            self._plan.peaks,
+            peaks,
+            parts.budget,
+            progress.written_bytes,
+            str(self._output),
+            self._state_bytes(),
+        )
+        print_summary(self._reporter.console, summary)
+        return summary
+
+    def close(self) -> None:
+        """Release memory, files and locks."""
+        if self._model is not None:
+            close(self._model)
+
+
+@dataclass(slots=True)
+class _Stop:
+    """Set by the first Ctrl-C or SIGTERM."""
+
+    asked: bool = False
+
+
+@contextmanager
+def _stop_on_signals(reporter: Reporter) -> Iterator[_Stop]:
+    """The first signal lets the step in flight finish; the second one ends at once."""
+    stop = _Stop()
+
+    def note(number: int, frame: object) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+        reporter.say("stopping after the step in flight, which will be saved; once more to stop at once")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _store_directories(options: TrainOptions, run: Path) -> tuple[Path, ...]:
+    """One directory for this run under every --store path; without any, inside the run directory."""
+    if not options.store:
+        return (run / "store",)
+    digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]
+    return tuple(Path(os.path.expanduser(path)) / f"spillway-{run.name}-{digest}" for path in options.store)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 16 else text[:12] + "..."
