@@ -1,4 +1,4 @@
-"""Makes what the demo trains: a Llama of 126 million parameters with random weights, a byte-level BPE tokenizer, and
+"""Makes what the demo trains: a Llama of 128 million parameters with random weights, a byte-level BPE tokenizer, and
 text. No network: the tokenizer is trained on the spot and the text is what every Python installation carries, the
 topics of its own help system (pydoc_data.topics)."""
 
@@ -24,9 +24,11 @@ def make_text(directory: Path) -> Path:
 
 def make_model(directory: Path, texts: Path) -> Path:
     """A Hugging Face model directory: config, safetensors, tokenizer."""
-    model_directory = directory / "llama-126m"
+    model_directory = directory / "llama-128m"
     bpe = ByteLevelBPETokenizer()
-    bpe.train([str(file) for file in sorted(texts.iterdir())], VOCABULARY, special_tokens=["<|end|>"], show_progress=False)
+    bpe.train(
+        [str(file) for file in sorted(texts.iterdir())], VOCABULARY, special_tokens=["<|end|>"], show_progress=False
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|end|>", pad_token="<|end|>")
     torch.manual_seed(0)
     config = LlamaConfig(

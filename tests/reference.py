@@ -8,7 +8,6 @@ from torch import nn
 from models import loss_of
 from spillway.optim.update import join_master, split_master
 
-
 # Larger than the rounding noise of gradients that are zero in exact arithmetic (biases before a softmax): at 1e-8 AdamW
 # would turn that noise into steps of full size, in plain PyTorch as in ours.
 EPS = 1e-6

@@ -1,9 +1,9 @@
 """Spillway: fine-tune every parameter of models that overflow your GPU.
 
-    model = spillway.load("DIR", AutoModelForCausalLM)
-    model, optimizer = spillway.prepare(model, spillway.AdamW(lr=2e-5), store="runs/a/store")
-    ... the usual loop ...
-    spillway.save_pretrained(model, "out")
+model = spillway.load("DIR", AutoModelForCausalLM)
+model, optimizer = spillway.prepare(model, spillway.AdamW(lr=2e-5), store="runs/a/store")
+... the usual loop ...
+spillway.save_pretrained(model, "out")
 """
 
 import importlib

@@ -64,8 +64,8 @@ class Prepared:
 def load(directory: str | os.PathLike[str], auto_class: Any, dtype: str | torch.dtype = "bfloat16") -> nn.Module:
     """A Hugging Face model without its weights, which `prepare` streams into the store shard by shard.
 
-    `auto_class`: a transformers class such as AutoModelForCausalLM. `dtype` is the one it computes in; bfloat16 keeps an
-    fp32 master. Raises UsageError for a directory that is no model.
+    `auto_class`: a transformers class such as AutoModelForCausalLM. `dtype` is the one it computes in; bfloat16
+    keeps an fp32 master. Raises UsageError for a directory that is no model.
     """
     from spillway.integrations.huggingface import build_on_meta, find_directory
 

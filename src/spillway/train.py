@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from spillway import native
-from spillway.api import Prepared, as_dtype, close, load, persistent_buffers, prepare, prepared, save_pretrained
+from spillway.api import Prepared, as_dtype, close, load, prepare, prepared, save_pretrained
 from spillway.checkpoint.load import read_parameter
 from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.data import Batches, DataPosition, Encoded, encode_files
@@ -45,7 +45,7 @@ class _Progress:
     """What the run has done so far."""
 
     step: int = 0
-    position: DataPosition = DataPosition()
+    position: DataPosition = field(default_factory=DataPosition)
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -226,8 +226,8 @@ class _Run:
         need, have = weights_bytes(session.units), free_bytes(self._directory)
         if need > have:
             raise DiskError(
-                f"the trained model takes {format_size(need)} in {self._output} and {format_size(have)} are free there: "
-                f"free some or choose another --output-dir"
+                f"the trained model takes {format_size(need)} in {self._output} and {format_size(have)} are free "
+                f"there: free some or choose another --output-dir"
             )
         trial = self._directory / "save-trial"
         index = min(range(len(session.units)), key=lambda unit: session.units[unit].layout.weight_bytes)
@@ -259,8 +259,8 @@ class _Run:
                     if stop.asked:
                         self._save_point()
                         raise Interrupted(
-                            f"interrupted after step {progress.step} of {self._total}, which is saved: the same command "
-                            f"goes on from there"
+                            f"interrupted after step {progress.step} of {self._total}, which is saved: the same "
+                            f"command goes on from there"
                         )
                     if progress.step % options.save_steps == 0:
                         self._save_point()

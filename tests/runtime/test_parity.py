@@ -5,11 +5,11 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
-import models
 import pytest
-import reference
 import torch
 
+import models
+import reference
 import spillway
 from spillway.api import close, prepared, read_parameters
 
@@ -40,7 +40,9 @@ def batches(case: Case) -> list[list[dict[str, torch.Tensor]]]:
     ]
 
 
-def train(case: Case, model: torch.nn.Module, store: Path, clip: float | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    case: Case, model: torch.nn.Module, store: Path, clip: float | None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     model, optimizer = spillway.prepare(
         model,
         spillway.AdamW(lr=LR, eps=reference.EPS, max_grad_norm=clip),

@@ -75,9 +75,7 @@ def read_parameter(store: PlacedStore, unit: int, place: TensorPlace, layout: Un
     return result
 
 
-def stream_bytes(
-    store: PlacedStore, unit: int, name: str, begin: int, end: int
-) -> Iterator[tuple[int, torch.Tensor]]:
+def stream_bytes(store: PlacedStore, unit: int, name: str, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Pieces of an array at rest with their offsets from `begin`; each is valid until the next."""
     staging = store.staging(align(min(_WINDOW_BYTES, end - begin), PAGE) + 2 * PAGE, "reading weights")
     step = staging.numel() - 2 * PAGE

@@ -128,7 +128,10 @@ class SavedPoints:
         self._found = replace(manifest)
 
     def _fingerprint(self) -> str:
-        described = [(unit.name, [(p.name, p.shape, str(p.dtype), p.trainable) for p in unit.layout.places]) for unit in self._units]
+        described = [
+            (unit.name, [(p.name, p.shape, str(p.dtype), p.trainable) for p in unit.layout.places])
+            for unit in self._units
+        ]
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
 

@@ -49,7 +49,8 @@ def save_weights(
     only: int | None = None,
 ) -> list[str]:
     """Write every parameter, and persistent `buffers`, under the names of the model; tied parameters once. The files
-    appear under their final names only when whole. `only`: the one unit to write, for a trial. Returns the file names. Raises DiskError when there is no room."""
+    appear under their final names only when whole. `only`: the one unit to write, for a trial. Returns the file names.
+    Raises DiskError when there is no room."""
     entries = [entry for entry in _entries(units) if only is None or entry.unit == only]
     shards = _shards(entries + list(_buffer_entries(buffers)), max_shard_bytes)
     names = [_shard_name(index, len(shards)) for index in range(len(shards))]
@@ -61,7 +62,10 @@ def save_weights(
     except OSError as error:
         if isinstance(error, DiskError):
             raise
-        raise DiskError(f"the model cannot be written to {directory}: {error.strerror}; the run itself is safe, export it again") from error
+        raise DiskError(
+            f"the model cannot be written to {directory}: {error.strerror}; the run itself is safe: free some room and run "
+            f"the same command again"
+        ) from error
     return names
 
 
@@ -122,7 +126,7 @@ def _write_shard(store: PlacedStore, path: Path, shard: list[_Entry]) -> None:
         file.write(struct.pack("<Q", len(text)) + text)
         for entry in shard:
             for piece in _pieces(store, entry):
-                file.write(memoryview(piece.numpy()))
+                file.write(piece.numpy().data)
                 _let_go_of_cache(file.fileno())
         file.flush()
         os.fsync(file.fileno())

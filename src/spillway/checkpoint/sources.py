@@ -46,8 +46,10 @@ class DirectorySource:
     row is read at once."""
 
     def __init__(self, directory: Path, model: nn.Module, aliases: dict[str, tuple[str, ...]]) -> None:
-        """`aliases`: every name of each parameter, the canonical one first. Raises UsageError naming what is missing, of
-        another shape, or left over."""
+        """`aliases`: every name of each parameter, the canonical one first.
+
+        Raises UsageError naming what is missing or of another shape.
+        """
         self._directory = directory
         self._file_of = _files_of(directory)
         self._stack = ExitStack()
@@ -85,16 +87,16 @@ class DirectorySource:
             try:
                 self._open[file] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             except (OSError, SafetensorError) as error:
-                raise UsageError(f"{path} cannot be read as safetensors ({error}): download or save it again") from error
+                raise UsageError(
+                    f"{path} cannot be read as safetensors ({error}): download or save it again"
+                ) from error
         return self._open[file]
 
     def _check(self, model: nn.Module) -> None:
         params = dict(model.named_parameters())
         missing = [name for name, key in self._keys.items() if not key]
         if missing:
-            raise UsageError(
-                f"{self._directory} has no weights for {_some(missing)}: is it a {type(model).__name__}?"
-            )
+            raise UsageError(f"{self._directory} has no weights for {_some(missing)}: is it a {type(model).__name__}?")
         for name, key in self._keys.items():
             found, wanted = tuple(self._handle(key).get_slice(key).get_shape()), tuple(params[name].shape)
             if found != wanted:

@@ -44,7 +44,11 @@ def data_command(data: tuple[str, ...], model: str, max_length: int, samples: in
         click.echo(json.dumps(counts))
         return
     for sample in encoded.samples[:samples]:
-        click.echo(click.style(f"--- {sample.where} · {sample.ids.size} tokens, {int(sample.trained.sum())} trained", bold=True))
+        click.echo(
+            click.style(
+                f"--- {sample.where} · {sample.ids.size} tokens, {int(sample.trained.sum())} trained", bold=True
+            )
+        )
         click.echo(_marked(sample, tokenizer))
     share = encoded.num_trained / encoded.num_tokens
     click.echo(

@@ -36,7 +36,7 @@ def _show_all(context: click.Context, _: click.Parameter, value: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on standard output.")
 @click.option("--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Every option.")
 @click.pass_context
-def train_command(context: click.Context, as_json: bool, config: str | None, **values: Any) -> None:
+def train_command(context: click.Context, /, as_json: bool, config: str | None, **values: Any) -> None:
     """Fine-tune MODEL (a directory or a hub name) on DATA (.txt, .jsonl, .json, .parquet, or directories of them).
 
     \b
@@ -57,7 +57,9 @@ def train_command(context: click.Context, as_json: bool, config: str | None, **v
     from spillway.report.progress import Reporter
     from spillway.train import train
 
-    origins = {name: _ORIGINS.get(source, "default") for name in values if (source := context.get_parameter_source(name))}
+    origins = {
+        name: _ORIGINS.get(source, "default") for name in values if (source := context.get_parameter_source(name))
+    }
     options = TrainOptions(**{**values, "store": tuple(values["store"]), "data": tuple(values["data"])})
     summary = train(options, Reporter(), origins)
     if as_json:

@@ -102,9 +102,7 @@ def _span_of_turn(record: Record, tokenizer: Any, whole: str, index: int) -> tup
     return len(before), end
 
 
-def _end_of_turn(
-    ids: list[int], start: int, whole: str, offsets: list[tuple[int, int]], tokenizer: Any
-) -> int | None:
+def _end_of_turn(ids: list[int], start: int, whole: str, offsets: list[tuple[int, int]], tokenizer: Any) -> int | None:
     """The special token right after a turn's words, white space between allowed; None if there is none."""
     special = special_ids(tokenizer)
     for place in range(start, len(ids)):

@@ -21,7 +21,6 @@ def process_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-
 def _cgroup_files() -> list[tuple[Path, Path]]:
     """Limit and usage files of every cgroup this process is in, up to the root: v2, then v1."""
     files = []

@@ -19,7 +19,10 @@ _measured: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], HardwareSpec]
 
 
 def measure(
-    device: torch.device, dtype: torch.dtype, paths: tuple[Path, ...], copy: Callable[[torch.Tensor, torch.Tensor], None]
+    device: torch.device,
+    dtype: torch.dtype,
+    paths: tuple[Path, ...],
+    copy: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> HardwareSpec:
     """Rates of the device for `dtype`, of the links, of the drives under `paths`, and of the CPU's update.
 
@@ -36,7 +39,10 @@ def measure(
 
 
 def _measure(
-    device: torch.device, dtype: torch.dtype, paths: tuple[Path, ...], copy: Callable[[torch.Tensor, torch.Tensor], None]
+    device: torch.device,
+    dtype: torch.dtype,
+    paths: tuple[Path, ...],
+    copy: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> HardwareSpec:
     host = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     there = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
@@ -105,14 +111,14 @@ def _disk_rates(paths: tuple[Path, ...]) -> tuple[float, float]:
     try:
         for path in paths:
             files.append(_open_scratch(path / "spillway.probe"))
-        transfers = [
-            Transfer(fd, buffer.data_ptr() + index * share, 0, share) for index, (_, fd) in enumerate(files)
-        ]
+        transfers = [Transfer(fd, buffer.data_ptr() + index * share, 0, share) for index, (_, fd) in enumerate(files)]
         write = best_seconds(lambda: engine.run(transfers, is_write=True), 2)
         read = best_seconds(lambda: engine.run(transfers, is_write=False), 2)
     except OSError as error:
         where = ", ".join(str(path) for path in paths)
-        raise DiskError(f"the store under {where} cannot be written: {error.strerror}; choose another --store") from error
+        raise DiskError(
+            f"the store under {where} cannot be written: {error.strerror}; choose another --store"
+        ) from error
     finally:
         engine.close()
         for file, fd in files:

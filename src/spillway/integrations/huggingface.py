@@ -36,7 +36,9 @@ def find_directory(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except GatedRepoError as error:
-        raise UsageError(f"the hub model {model} is gated: accept its terms on its page and run `hf auth login`") from error
+        raise UsageError(
+            f"the hub model {model} is gated: accept its terms on its page and run `hf auth login`"
+        ) from error
     except RepositoryNotFoundError as error:
         raise UsageError(f"there is no directory and no hub model called {model}: check the name") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
@@ -63,7 +65,7 @@ def build_on_meta(directory: Path, auto_class: Any, dtype: torch.dtype) -> nn.Mo
     model.tie_weights()
     built: nn.Module = model
     if (directory / "generation_config.json").exists():
-        built.generation_config = transformers.GenerationConfig.from_pretrained(directory)  # type: ignore[assignment]
+        built.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return built
 
 
@@ -114,12 +116,9 @@ class _ChunkedLoss:
         self._head = head
         self._whole_loss: Callable[..., torch.Tensor] = model.loss_function
         self._unit, self._path = next(
-            (index, path)
-            for index, unit in enumerate(session.units)
-            for path, module in unit.members
-            if module is head
+            (index, path) for index, unit in enumerate(session.units) for path, module in unit.members if module is head
         )
-        self._apply_head = head.forward.original  # type: ignore[union-attr]
+        self._apply_head = session.original_forward(head)
         self._wrapped_head = head.forward
         self._deferred: torch.Tensor | None = None
         self._labelled = False
@@ -129,7 +128,7 @@ class _ChunkedLoss:
         """Put this in the place of the head's forward and the model's loss."""
         if not _is_causal_loss(self._whole_loss):
             return
-        self._head.forward = self._forward_head  # type: ignore[method-assign]
+        self._head.forward = self._forward_head  # type: ignore[assignment,method-assign]
         self._model.loss_function = self._loss
         self._model.register_forward_pre_hook(self._note_labels, with_kwargs=True)
         self._model.register_forward_hook(self._drop_logits)

@@ -13,7 +13,9 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{directory} has no tokenizer that can be loaded: put tokenizer.json beside the model") from error
+        raise UsageError(
+            f"{directory} has no tokenizer that can be loaded: put tokenizer.json beside the model"
+        ) from error
     if not tokenizer.is_fast:
         raise UsageError(f"{directory} has only a slow tokenizer: convert it to tokenizer.json (fast) first")
     return tokenizer

@@ -144,9 +144,7 @@ def _shape_of(
     none: frozenset[int] = frozenset()
     if call.kind == "LOSS":
         chunks = -(-call.rows // call.chunk_rows)
-        return CallShape(
-            call.unit, call.member, "LOSS", chunks, call.chunk_rows, frozenset(call.inputs), none, acts
-        )
+        return CallShape(call.unit, call.member, "LOSS", chunks, call.chunk_rows, frozenset(call.inputs), none, acts)
     whole = CallShape(call.unit, call.member, call.kind, 1, 0, none, none, acts)
     if grown is None or micro_batch is None or micro_batch >= rows:
         return whole

@@ -54,7 +54,7 @@ class StreamingOptimizer(torch.optim.Optimizer):
         ]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Return when the weights of this step are at rest. Raises NonFinite or DiskError; the step was not kept then."""
+        """Return when this step's weights are at rest. Raises NonFinite or DiskError; the step was not kept then."""
         if closure is not None:
             raise UsageError("closures are not supported: call loss.backward() and then optimizer.step()")
         self.last_result = self._finish()

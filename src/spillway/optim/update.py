@@ -25,7 +25,7 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True)
 class StateRange:
-    """Equal ranges of a unit's arrays, 1-D. `weight` is float32, or bfloat16 with `low` (int16) the lower master half."""
+    """Equal 1-D ranges of a unit's arrays. `weight`: float32, or bfloat16 with `low` (int16) the lower master half."""
 
     weight: torch.Tensor
     low: torch.Tensor | None

@@ -1,1 +1,1 @@
-"""From a machine, a model and a budget to a plan: placement, the operations of a step, proof and prediction. No torch."""
+"""From a machine, a model and a budget to a plan: placement, operations, proof and prediction. No torch."""

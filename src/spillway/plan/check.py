@@ -38,7 +38,9 @@ def check_ops(ops: tuple[Op, ...], pools: dict[str, Pool]) -> None:
             held[lease] = pool
             used.add(lease)
         for lease in (op.source, op.target):
-            invariant(lease in ("", "home", "written") or lease in held, f"{where} uses the lease {lease}, which nobody holds")
+            invariant(
+                lease in ("", "home", "written") or lease in held, f"{where} uses the lease {lease}, which nobody holds"
+            )
         for lease in op.give:
             invariant(lease in held, f"{where} gives back the lease {lease}, which nobody holds")
             free[held.pop(lease)] += 1

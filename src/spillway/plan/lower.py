@@ -360,9 +360,7 @@ class Lowering:
         target = lease if pooled else HOME
         landed = self._build.add("DOWNLOAD", "download", unit, "grad", size, deps, take, give, source, target)
         if plan.accumulation > 1:
-            landed = self._build.add(
-                "ACCUMULATE", "update", unit, "grad", size, [landed], (), (lease,), lease, HOME
-            )
+            landed = self._build.add("ACCUMULATE", "update", unit, "grad", size, [landed], (), (lease,), lease, HOME)
             target = HOME
         if not self._final:
             return

@@ -61,9 +61,7 @@ def peaks(
     host += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "host")
     disk = extents * sum(unit.weight_bytes + unit.state_bytes for unit in model.units)
     disk += sum(
-        unit.grad_bytes
-        for unit, where in zip(model.units, placement.units, strict=True)
-        if where.grads == "disk"
+        unit.grad_bytes for unit, where in zip(model.units, placement.units, strict=True) if where.grads == "disk"
     )
     disk += sum(call.act_bytes for call, tier in zip(model.calls, placement.acts, strict=True) if tier == "disk")
     return TierPeaks(device, host + (device if device_is_host else 0), disk)

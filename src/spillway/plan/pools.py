@@ -1,4 +1,4 @@
-"""Which slabs a placement needs. Pools are per role and size class: no role can starve another, nothing is fragmented."""
+"""Which slabs a placement needs. Pools are per role and size class: none starves another, nothing is fragmented."""
 
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Placement, Pool

@@ -134,9 +134,7 @@ class _Planner:
             resident = index == self._model.resident_unit
             trained = unit.num_trainable > 0
             units.append(UnitPlacement("device" if resident else weights, states if trained else "none", grads))
-        return Placement(
-            tuple(units), acts, self._update, request.clip, request.accumulation, window, slabs, subgroup
-        )
+        return Placement(tuple(units), acts, self._update, request.clip, request.accumulation, window, slabs, subgroup)
 
     def _upgrades(self, start: Placement) -> Iterator["_Upgrade"]:
         """In order of traffic saved per byte: inputs of units (written and read once per step; the last calls first,

@@ -32,10 +32,14 @@ def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_
     """Where the model state goes, in a few lines."""
     units = plan.placement.units
     trained = [unit for unit in units if unit.states != "none"]
-    weights = ", ".join(_count(units, "weights", tier) for tier in ("device", "host", "disk") if _any(units, "weights", tier))
+    weights = ", ".join(
+        _count(units, "weights", tier) for tier in ("device", "host", "disk") if _any(units, "weights", tier)
+    )
     states = ", ".join(_count(trained, "states", tier) for tier in ("host", "disk") if _any(trained, "states", tier))
     host = "host (device included)" if device == "cpu" else "host"
-    console.print(f"model state {format_size(state_bytes)} in {len(units)} units · weights: {weights} · states: {states}")
+    console.print(
+        f"model state {format_size(state_bytes)} in {len(units)} units · weights: {weights} · states: {states}"
+    )
     console.print(
         f"peaks: device {format_size(plan.peaks.device)} of {format_size(budget.device_bytes)} · "
         f"{host} {format_size(plan.peaks.host)} of {format_size(budget.host_bytes)} · "

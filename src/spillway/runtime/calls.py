@@ -105,13 +105,13 @@ def run_forward(
     for piece in pieces(call, shape, tensors):
         rng.append(rng_state(device))
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in piece]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _never):  # type: ignore[arg-type]
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _never):
             outputs, spec = call.run(inputs)
         parts.append([_settled(output, inputs, tensors) for output in outputs])
         del inputs, outputs
     invariant(spec is not None, "a call has at least one micro-batch")
     whole = parts[0] if shape.chunks == 1 else _put_together(parts, shape)
-    return whole, spec, Replay(rng, autocast_of(device))  # type: ignore[return-value]
+    return whole, spec, Replay(rng, autocast_of(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +181,7 @@ def run_backward(
     return found
 
 
-def _grad_piece(
-    grad: torch.Tensor | None, output: torch.Tensor, shape: CallShape, index: int
-) -> torch.Tensor | None:
+def _grad_piece(grad: torch.Tensor | None, output: torch.Tensor, shape: CallShape, index: int) -> torch.Tensor | None:
     """The gradient of this micro-batch's output. Of an output that is the same for every micro-batch, the first one
     carries the whole gradient."""
     if grad is None or shape.chunks == 1 or shape.kind == "LOSS":

@@ -115,5 +115,7 @@ def open_device(name: str) -> Device:
     if name != "cuda":
         raise UsageError(f"the device '{name}' is not one of auto, cuda, cpu")
     if not torch.cuda.is_available():
-        raise UsageError("there is no CUDA device PyTorch can use here: choose --device cpu, or install a CUDA build of PyTorch")
+        raise UsageError(
+            "there is no CUDA device PyTorch can use here: choose --device cpu, or install a CUDA build of PyTorch"
+        )
     return CudaDevice(torch.cuda.current_device())

@@ -1,5 +1,6 @@
-"""Runs a list of operations: one thread per lane, in list order, each operation as soon as its dependencies are done and
-its leases are granted. The compute lane is the caller's own thread. Nothing here knows what comes next: the list does."""
+"""Runs a list of operations: one thread per lane, in list order, each operation as soon as its dependencies are done
+and its leases are granted. The compute lane is the caller's own thread. Nothing here knows what comes next: the list
+does."""
 
 import threading
 import time
@@ -203,9 +204,7 @@ class Executor:
             self._done[op.id] = True
             if event is not None:
                 self._events[op.id] = event
-            self._spans.append(
-                Span(op.id, op.kind, op.lane, op.unit, op.group, start, self.seconds, op.amount)
-            )
+            self._spans.append(Span(op.id, op.kind, op.lane, op.unit, op.group, start, self.seconds, op.amount))
             self._changed.notify_all()
 
     def _raise_failure(self) -> None:

@@ -89,9 +89,7 @@ class LaneWorker:
         self._homes.need_disk().write_all(self._homes.write_engine, [move])
 
     def _read_act(self, op: Op, home: UnitHome, events: list[object]) -> None:
-        self._homes.need_disk().read(
-            self._homes.read_engine, self.step.act_extents[op.call], self._buffer(op.target)
-        )
+        self._homes.need_disk().read(self._homes.read_engine, self.step.act_extents[op.call], self._buffer(op.target))
 
     def _upload_act(self, op: Op, home: UnitHome, events: list[object]) -> None:
         size = int(op.amount)

@@ -165,8 +165,14 @@ class Session:
             bind(unit, self._placeholders)
             for path, module in unit.members:
                 original = module.forward
-                module.forward = UnitForward(self, index, path, original)  # type: ignore[method-assign]
+                module.forward = UnitForward(self, index, path, original)
         self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def original_forward(self, module: nn.Module) -> Callable[..., Any]:
+        """The forward a unit's member had before it was streamed."""
+        forward: Any = module.forward
+        original: Callable[..., Any] = forward.original
+        return original
 
     # Planning #
 
@@ -340,7 +346,7 @@ class Session:
         executor, worker = self._parts()
         if not self._in_backward:
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         op = self._next_compute(index, backward=True)
         start = executor.begin_compute(op)
         grads = None
@@ -353,9 +359,7 @@ class Session:
             yield
         executor.end_compute(op, start)
 
-    def keep_inputs(
-        self, index: int, call: FlatCall, tensors: list[torch.Tensor]
-    ) -> list[torch.Tensor | StoredInput]:
+    def keep_inputs(self, index: int, call: FlatCall, tensors: list[torch.Tensor]) -> list[torch.Tensor | StoredInput]:
         """Hand the call's own inputs to the activation store; what is returned stays with autograd."""
         _, worker = self._parts()
         shape = self.shape(index)

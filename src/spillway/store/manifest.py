@@ -55,7 +55,9 @@ def save_manifest(directory: Path, manifest: Manifest) -> None:
         finally:
             os.close(handle)
     except OSError as error:
-        raise DiskError(f"{directory / _NAME} cannot be written: {error.strerror}; the saved point before it is intact") from error
+        raise DiskError(
+            f"{directory / _NAME} cannot be written: {error.strerror}; the saved point before it is intact"
+        ) from error
 
 
 def load_manifest(directory: Path) -> Manifest | None:
@@ -70,7 +72,9 @@ def load_manifest(directory: Path) -> Manifest | None:
     except (ValueError, KeyError, TypeError) as error:
         raise DiskError(f"{path} is damaged: it is not a manifest; restore it or start a new run") from error
     if version != VERSION:
-        raise DiskError(f"{path} is of version {version} and this Spillway reads version {VERSION}: use the release that wrote it")
+        raise DiskError(
+            f"{path} is of version {version} and this Spillway reads version {VERSION}: use the release that wrote it"
+        )
     if checksum != _checksum(body):
         raise DiskError(f"{path} is damaged: its checksum does not match; restore it or start a new run")
     return from_json(Manifest, body)

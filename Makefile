@@ -1,0 +1,55 @@
+# Everything a newcomer needs: `make demo` trains a model whose state does not fit, `make test` runs the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The version the tests run with; any from 2.11 on works.
+TORCH ?= torch==2.13.0
+DEMO := demo
+
+.PHONY: help demo test test-full lint native clean
+
+help:
+	@echo "make demo   set up and fine-tune a 128M model with its state on disk (about 4 minutes)"
+	@echo "make test   set up, lint, check types and imports, run the tests"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+# PyTorch first and by itself: nothing below may replace it.
+$(VENV)/.torch: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	@touch $@
+
+# An ordinary install, which builds the native part; the tests run against what was installed.
+NATIVE := CMakeLists.txt $(wildcard native/src/*) $(wildcard native/include/*)
+$(VENV)/.installed: pyproject.toml $(NATIVE) $(shell find src -name '*.py') | $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet .
+	@touch $@
+
+$(VENV)/.test-tools: pyproject.toml $(NATIVE) | $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet ".[test,lint]"
+	@touch $@ $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	@echo "The demo makes its own model (random weights) and trains it on the help topics every Python carries."
+	@test -f $(DEMO)/llama-128m/model.safetensors || $(BIN)/python examples/demo.py $(DEMO)
+	rm -rf $(DEMO)/run
+	$(BIN)/spillway train $(DEMO)/llama-128m $(DEMO)/text -o $(DEMO)/run --host-memory 1200MB --max-length 256 \
+	  --per-device-train-batch-size 2 --max-steps 50 --learning-rate 5e-4
+	@echo "look at $(DEMO)/run: plan.json, metrics.jsonl, trace.json (open it in ui.perfetto.dev), model/"
+
+lint: $(VENV)/.test-tools
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(VENV)/.test-tools $(VENV)/.installed lint
+	$(BIN)/python -m pytest
+
+test-full: $(VENV)/.test-tools $(VENV)/.installed
+	$(BIN)/python -m pytest -m "full or not full"
+
+clean:
+	rm -rf $(VENV) $(DEMO) build
