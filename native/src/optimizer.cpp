@@ -35,7 +35,7 @@ const char* spillway_kernel_name() { return kernels().name; }
 int32_t spillway_adamw(const spillway_adamw_args* args, int32_t threads) {
   const spillway_adamw_args& a = *args;
   const bool split = a.weight_type == SPILLWAY_BFLOAT16;
-  if (a.weight_type < 0 || a.weight_type > 1 || a.grad_type < 0 || a.grad_type > 1 || (split && a.low == nullptr))
+  if (a.weight_type < 0 || a.weight_type > 1 || a.grad_type < 0 || a.grad_type > 1 || (split && a.low == nullptr && a.n != 0))
     return -EINVAL;
   ThreadPool::shared().run((a.n + kChunk - 1) / kChunk, threads, [&](uint64_t chunk) {
     kernels().adamw(a, chunk * kChunk, std::min(a.n, (chunk + 1) * kChunk));

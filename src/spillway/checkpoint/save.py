@@ -63,8 +63,8 @@ def save_weights(
         if isinstance(error, DiskError):
             raise
         raise DiskError(
-            f"the model cannot be written to {directory}: {error.strerror}; the run itself is safe: free some room and run "
-            f"the same command again"
+            f"the model cannot be written to {directory}: {error.strerror}; the run itself is safe: free some "
+            f"room and run the same command again"
         ) from error
     return names
 

@@ -106,7 +106,7 @@ def _disk_rates(paths: tuple[Path, ...]) -> tuple[float, float]:
     engine = DiskEngine()
     buffer = Arena(_DISK_BYTES).buffer
     buffer.fill_(1)
-    share = _DISK_BYTES // len(paths)
+    share = _DISK_BYTES // len(paths) >> 20 << 20  # whole pages, for O_DIRECT
     files: list[tuple[Path, int]] = []
     try:
         for path in paths:

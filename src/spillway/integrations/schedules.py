@@ -14,6 +14,8 @@ def make_schedule(name: str, optimizer: Any, warmup_steps: int, total_steps: int
     except (ValueError, TypeError) as error:
         known = ", ".join(kind.value for kind in transformers.SchedulerType)
         raise UsageError(f"lr_scheduler_type '{name}' is not one of {known}") from error
-    for _ in range(done_steps):
-        schedule.step()
+    if done_steps:
+        schedule.load_state_dict({**schedule.state_dict(), "last_epoch": done_steps})
+        for group, base, rule in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            group["lr"] = base * rule(done_steps)
     return schedule

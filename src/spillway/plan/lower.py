@@ -121,8 +121,13 @@ class Lowering:
         if self._final:
             if self._plan.update == "serial":
                 self._emit_serial_updates()
-            self._build.add("COMMIT", "write", NO_UNIT, "none", 0, [*self._ends, len(self._build.ops) - 1])
+            self._build.add("COMMIT", "write", NO_UNIT, "none", 0, self._all_ends())
         return tuple(self._build.ops)
+
+    def _all_ends(self) -> list[int | None]:
+        """What a step's end waits for: everything at rest, and the last operation where nothing is updated."""
+        last = len(self._build.ops) - 1
+        return [*self._ends, *([last] if last >= 0 else [])]
 
     # Weights: the window and its fetches #
 

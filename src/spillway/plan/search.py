@@ -18,6 +18,8 @@ from spillway.spec.sizes import format_size
 # Deepest pipeline first. Elements per subgroup: large enough for the drive, small enough that slabs stay cheap.
 _WINDOWS = (4, 3, 2, 1)
 _SUBGROUPS = ((1 << 24, 4), (1 << 23, 4), (1 << 22, 4), (1 << 22, 2), (1 << 20, 2), (1 << 18, 1))
+# Of the optimizer states: fewer than that in host memory are not worth losing a saved point at every step.
+_WORTHWHILE_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +110,31 @@ class _Planner:
                     return smallest
         if smallest is None:
             raise UsageError("there is no pipeline depth to try")
-        raise PlanInfeasible(self._shortage(smallest))
+        raise PlanInfeasible(self._shortage(smallest), smallest.peaks)
 
     def fill(self, candidate: _Candidate) -> _Candidate:
         """Move what saves most traffic per byte into memory while it fits."""
+        before_states = candidate
         for step in self._upgrades(candidate.placement):
+            if step.part != "states":
+                before_states = candidate
             upgraded = self._candidate(step(candidate.placement))
             if self._fits(upgraded):
                 candidate = upgraded
-        return candidate
+                before_states = candidate if step.part != "states" else before_states
+        return candidate if self._worth_it(candidate) else before_states
+
+    def _worth_it(self, candidate: _Candidate) -> bool:
+        """States in host memory save traffic and wear, but steps between saved points can be lost. Unless the user
+        said so, that is not done for a small share of them."""
+        if self._request.states != "auto" or not self._request.has_store:
+            return True
+        sizes = [
+            (unit.state_bytes, where.states == "host")
+            for unit, where in zip(self._model.units, candidate.placement.units, strict=True)
+        ]
+        on_host = sum(size for size, host in sizes if host)
+        return on_host >= _WORTHWHILE_SHARE * sum(size for size, _ in sizes)
 
     def _lowest(self, window: int, subgroup: int, slabs: int) -> Placement:
         request, far = self._request, "disk" if self._request.has_store else "host"

@@ -26,6 +26,7 @@ class StepState:
     scale: float = 1.0
     fresh: set[int] = field(default_factory=set)  # units whose gradient slot this backward has filled
     acts: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # inputs on their way out, per call
+    in_place: bool = False  # an update has changed weights or states that rest in host memory
     act_extents: dict[int, Extent] = field(default_factory=dict)
 
     def grad_norm(self) -> float:
@@ -158,6 +159,7 @@ class LaneWorker:
         slab = None if op.target == HOME else self._buffer(op.target)
         grad = home.grad if op.source == HOME else self._buffer(op.source)
         arrays = SlabRange(home, op.start, op.stop).arrays(slab, grad)
+        self.step.in_place |= home.weight is not None or home.state is not None
         for start, stop, group in self._segments[op.unit]:
             begin, end = max(start, op.start), min(stop, op.stop)
             if begin < end:

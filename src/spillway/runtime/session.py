@@ -113,6 +113,7 @@ class Session:
         self._next_call = 0
         self._backwards = 0  # of this optimizer step
         self._in_backward = False
+        self._half_done = False  # a failed step has changed what rests in host memory
         self._traces: list[Trace] = []
         self._replace_forwards()
 
@@ -276,13 +277,21 @@ class Session:
         self._bind_resident()
 
     def _drop_unfinished(self) -> None:
-        """Give up a forward that no backward followed."""
+        """Give up a forward that no backward followed, or a step that failed."""
         if self._in_step:
-            executor, _ = self._parts()
-            invariant(not self._in_backward, "a forward began inside backward")
+            executor, worker = self._parts()
             executor.abandon()
             self.store.homes.forget_written()
-            self._in_step = False
+            self._in_step = self._in_backward = False
+            if self._backwards == 0:
+                for home in self.store.homes.units:
+                    home.has_grad = False
+            self._half_done |= worker.step.in_place
+        if self._half_done:
+            raise UsageError(
+                "the step that failed had already changed weights in host memory: close this model and resume from the "
+                "last saved point"
+            )
 
     def call(
         self,
@@ -401,11 +410,10 @@ class Session:
         try:
             self._traces.append(executor.wait())
         except BaseException:
+            self._in_step, self._backwards = True, 0
             executor.abandon()
-            self.store.homes.forget_written()
             raise
-        finally:
-            self._backwards = 0
+        self._backwards = 0
         for home in self.store.homes.units:
             home.has_grad = False
         self.result = StepResult(worker.step.grad_norm(), self._traces)

@@ -1,5 +1,7 @@
 """Errors a user can meet: one sentence saying what happened, where, and what to do; each kind has an exit code."""
 
+from spillway.spec.plan import TierPeaks
+
 
 class SpillwayError(Exception):
     """Anything the user can mend. `exit_code` is what the command line returns."""
@@ -16,9 +18,16 @@ class DataError(SpillwayError, ValueError):
 
 
 class PlanInfeasible(SpillwayError):
-    """The model does not fit the given memory; the message names the tier, what it needs and what it has."""
+    """The model does not fit the given memory; the message names the tier, what it needs and what it has.
+
+    `smallest` holds the peaks of the smallest pipeline: budgets of that size work.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str, smallest: TierPeaks) -> None:
+        super().__init__(message)
+        self.smallest = smallest
 
 
 class HostMemoryError(SpillwayError):

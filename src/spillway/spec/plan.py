@@ -36,8 +36,9 @@ class Op:
     """One operation of the step.
 
     `take` names (pool, lease) pairs acquired when it starts, `give` the leases returned when it ends. `source` and
-    `target` name the leases it reads from and writes to; "home" is the unit's resting place in the store, "written" what
-    this step has written there. `start` and `stop` bound the elements of a subgroup of the unit (UPDATE and the READ and WRITE of its state).
+    `target` name the leases it reads from and writes to; "home" is the unit's resting place in the store, "written"
+    what this step has written there. `start` and `stop` bound the elements of a subgroup of the unit (UPDATE and the
+    READ and WRITE of its state).
     """
 
     id: int

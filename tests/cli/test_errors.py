@@ -1,0 +1,187 @@
+"""The twenty commonest mistakes give one sentence and the right exit code, never a traceback."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import directories
+from spillway.cli.main import run
+
+Fail = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return directories.make_model(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return directories.make_texts(tmp_path / "texts.jsonl")
+
+
+@pytest.fixture
+def fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Fail:
+    def attempt(*arguments: object) -> tuple[int, str]:
+        given = [str(argument) for argument in arguments]
+        code = run(["train", *given, *([] if "-o" in given else ["-o", str(tmp_path / "run")]), "--max-length", "64"])
+        errors = capsys.readouterr().err
+        assert "Traceback" not in errors
+        last = errors.strip().splitlines()[-1]
+        assert last.startswith("spillway: "), errors
+        return code, last
+
+    return attempt
+
+
+def test_missing_data(fail: Fail, model: Path, tmp_path: Path) -> None:
+    assert fail(model, tmp_path / "none.jsonl") == (
+        2,
+        f"spillway: {tmp_path}/none.jsonl does not exist: give the path of a .txt, .jsonl, .json, .parquet file",
+    )
+
+
+def test_empty_data(fail: Fail, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    code, message = fail(model, tmp_path / "empty.jsonl")
+    assert code == 2 and "there are no records" in message
+
+
+def test_a_missing_field_and_a_bad_role_name_the_line(fail: Fail, model: Path, tmp_path: Path) -> None:
+    path = directories.write_lines(tmp_path / "a.jsonl", [{"text": "fine"}, {"txt": "typo"}])
+    assert fail(model, path)[1].startswith(f"spillway: {path}:2: a record needs")
+    path = directories.write_lines(tmp_path / "b.jsonl", [{"messages": [{"role": "bot", "content": "x"}]}])
+    assert f"{path}:1: role 'bot'" in fail(model, path)[1]
+
+
+def test_messages_for_a_tokenizer_without_chat_template(fail: Fail, tmp_path: Path) -> None:
+    model = directories.make_model(tmp_path / "base", template=None)
+    path = directories.write_lines(tmp_path / "a.jsonl", [directories.chat("a", "b")])
+    code, message = fail(model, path)
+    assert code == 2 and "the tokenizer has none" in message
+
+
+def test_a_model_directory_without_weights(fail: Fail, tmp_path: Path, data: Path) -> None:
+    model = directories.make_model(tmp_path / "bare")
+    (model / "model.safetensors").unlink()
+    code, message = fail(model, data)
+    assert code == 2 and "has no weights" in message
+    (model / "pytorch_model.bin").write_bytes(b"")
+    assert "pickled .bin weights" in fail(model, data)[1]
+    (model / "config.json").unlink()
+    assert "no config.json" in fail(model, data)[1]
+
+
+def test_weights_of_another_shape(fail: Fail, tmp_path: Path, data: Path) -> None:
+    model = directories.make_model(tmp_path / "odd")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    code, message = fail(model, data)
+    assert code == 2 and "has the shape" in message
+
+
+def test_a_truncated_weights_file(fail: Fail, tmp_path: Path, data: Path) -> None:
+    model = directories.make_model(tmp_path / "cut")
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    code, message = fail(model, data)
+    assert code == 2 and "cannot be read as safetensors" in message
+
+
+def test_a_budget_that_is_too_small_names_one_that_works(fail: Fail, model: Path, data: Path, tmp_path: Path) -> None:
+    code, message = fail(model, data, "--host-memory", "20MB", "--device", "cpu")
+    assert code == 3 and "host memory: the smallest budget that works is" in message and "--host-memory" in message
+    code, message = fail(model, data, "--disk-memory", "1MB", "-o", tmp_path / "other", "--device", "cpu")
+    assert code == 3 and "disk memory: the smallest budget that works is" in message
+
+
+def test_a_size_nobody_can_read(fail: Fail, model: Path, data: Path) -> None:
+    code, message = fail(model, data, "--host-memory", "lots")
+    assert code == 2 and "'lots' is not a size" in message
+
+
+def test_a_store_that_cannot_be_written(fail: Fail, model: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, message = fail(model, data, "--store", tmp_path / "file")
+    assert code == 5 and "cannot be written" in message
+
+
+def test_an_unknown_option_names_the_nearest(fail: Fail, model: Path, data: Path) -> None:
+    code, message = fail(model, data, "--learning-rat", "1")
+    assert code == 2 and "--learning-rate" in message
+
+
+def test_an_unknown_name_in_a_config_file_names_the_nearest(
+    fail: Fail, model: Path, data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text("learning_rte: 1e-5\n")
+    code, message = fail(model, data, "--config", tmp_path / "run.yaml")
+    assert code == 2 and "did you mean learning_rate?" in message
+
+
+def test_a_model_that_is_neither_here_nor_reachable(fail: Fail, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def unreachable(*_: object, **__: object) -> str:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    code, message = fail("nobody/nothing", data)
+    assert code == 2 and "the hub could not be reached" in message
+    assert "is not a model directory" in fail("./nowhere", data)[1]
+
+
+def test_a_gated_model(fail: Fail, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError
+
+    def gated(*_: object, **__: object) -> str:
+        raise GatedRepoError.__new__(GatedRepoError)  # its arguments differ from version to version
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", gated)
+    code, message = fail("somebody/gated", data)
+    assert code == 2 and "is gated: accept its terms" in message
+
+
+def test_values_that_make_no_sense(fail: Fail, model: Path, data: Path) -> None:
+    assert fail(model, data, "--learning-rate", "0")[1] == "spillway: --learning-rate must be more than 0, not 0.0"
+    assert "is not one of" in fail(model, data, "--lr-scheduler-type", "zigzag")[1]
+    assert "is not one of auto, cuda, cpu" in fail(model, data, "--device", "tpu")[1]
+    assert "cannot be trained in" in fail(model, data, "--dtype", "float16")[1]
+    assert "exact global norm" not in fail(model, data, "--update", "sideways")[1]
+    code, message = fail(model, data, "--update", "overlap")
+    assert code == 2 and "max_grad_norm" in message
+
+
+def test_an_option_comes_from_flag_before_file_before_default(model: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('max_steps = 2\nseed = 5\nmax-length = 64\noutput_dir = "ignored"\n')
+    out = tmp_path / "run"
+    assert (
+        run(["train", str(model), str(data), "-o", str(out), "--config", str(tmp_path / "run.toml"), "--seed", "6"])
+        == 0
+    )
+    config = json.loads((out / "config.json").read_text())
+    assert config["seed"] == {"value": 6, "origin": "flag"}
+    assert config["max_steps"] == {"value": 2, "origin": "file"}
+    assert config["update"] == {"value": "serial", "origin": "planner"}
+
+
+def test_the_first_help_page_is_short_and_the_second_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["train", "--help"])
+    first = capsys.readouterr().out
+    run(["train", "--help-all"])
+    everything = capsys.readouterr().out
+    assert sum(line.startswith(("  --", "  -o", "  -h")) for line in first.splitlines()) <= 19
+    assert "--warmup-ratio" in everything and "--warmup-ratio" not in first
+    assert "Examples:" in first
+
+
+def test_data_shows_what_is_trained(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = directories.write_lines(tmp_path / "a.jsonl", [directories.chat("Where to?", "Down the river.")])
+    assert run(["data", str(path), "--model", str(model)]) == 0
+    assert "«Down the river.<|im_end|>»" in capsys.readouterr().out
+    assert run(["data", str(path), "--model", str(model), "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)
+    assert counts["records"] == 1 and 0 < counts["trained_tokens"] < counts["tokens"]

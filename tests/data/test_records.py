@@ -1,0 +1,65 @@
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from directories import write_lines
+from spillway.data.records import read_records
+from spillway.spec.errors import DataError
+
+
+def kinds(*paths: Path) -> list[str]:
+    return [record.kind for record in read_records(paths)]
+
+
+def test_what_a_record_is_shows_in_its_fields(tmp_path: Path) -> None:
+    rows = [
+        {"text": "a"},
+        {"prompt": "a", "completion": "b"},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    ]
+    assert kinds(write_lines(tmp_path / "a.jsonl", rows)) == ["text", "completion", "messages"]
+
+
+def test_text_json_and_parquet_files_and_directories_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "b.json").write_text('[{"text": "one"}, {"text": "two"}]')
+    (tmp_path / "c.json").write_text('{"text": "one"}\n{"text": "two"}\n')
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x", "y"]}), tmp_path / "d.parquet")
+    assert kinds(tmp_path) == ["text"] * 7
+
+
+def test_prompt_and_completion_may_be_conversations(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}
+    (record,) = read_records([write_lines(tmp_path / "a.jsonl", [row])])
+    assert record.kind == "messages" and record.trained_from == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"txt": "a"}', "this one has 'txt'"),
+        ('{"messages": [{"role": "bot", "content": "a"}]}', "role 'bot' of message 1 is unknown"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "nothing to train on"),
+        ('{"messages": [{"role": "user"}]}', r"message 1 \(user\) has no 'content'"),
+        ('{"messages": []}', "must be a list of objects"),
+        ('{"prompt": "a"}', "needs 'completion' too"),
+        ('{"text": 3}', "'text' must be text, this is a number"),
+        ("[1]", "this is a list"),
+        ("{oops", "this line is not JSON"),
+    ],
+)
+def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "good"}\n\n' + line + "\n")
+    with pytest.raises(DataError, match=f"bad.jsonl:3: .*{message}"):
+        list(read_records([path]))
+
+
+def test_missing_unknown_and_binary_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
+    for name, message in (("none.txt", "does not exist"), ("a.csv", "unknown type"), ("b.txt", "not UTF-8")):
+        with pytest.raises(DataError, match=f"{name}.*{message}"):
+            list(read_records([tmp_path / name]))

@@ -1,0 +1,70 @@
+"""Random models, machines and placements for property tests."""
+
+from hypothesis import strategies as st
+
+from spillway.spec.hardware import Budget, HardwareSpec
+from spillway.spec.model import CallProfile, ModelProfile, UnitProfile
+
+PAGE = 4096
+MACHINE = HardwareSpec("cuda", 1e14, 2e10, 2e10, 6e9, 5e9, 2e9, 2e10)
+CPU = HardwareSpec("cpu", 4e11, 1e10, 1e10, 2e9, 2e9, 2e9, 2e10, cores_shared=True)
+PLENTY = Budget(10**12, 10**12, 10**14, 10**8)
+
+
+def unit(elements: int, trained: bool = True, name: str = "unit") -> UnitProfile:
+    """A bfloat16 unit."""
+    elements = -(-elements // PAGE) * PAGE
+    return UnitProfile(
+        name,
+        elements,
+        elements if trained else 0,
+        2 * elements,
+        2 * elements if trained else 0,
+        10 * elements * trained,
+    )
+
+
+def chain(
+    count: int, elements: int = 1 << 20, act_bytes: int = 1 << 20, tied: bool = False, flops: float = 1e9
+) -> ModelProfile:
+    """Embedding, blocks, head; the head may be the embedding again."""
+    units = [unit(2 * elements), *(unit(elements) for _ in range(count)), *([] if tied else [unit(2 * elements)])]
+    order = [*range(count + 1), 0 if tied else count + 1]
+    calls = [
+        CallProfile(
+            index, flops, 0 if place == 0 else act_bytes, 4 * act_bytes, "LOSS" if place == count + 1 else "FORWARD"
+        )
+        for place, index in enumerate(order)
+    ]
+    return ModelProfile(tuple(units), tuple(calls), tokens=1024)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelProfile:
+    """Units of any size called in any order, some twice, some never, some frozen."""
+    sizes = draw(st.lists(st.tuples(st.integers(1, 1 << 22), st.booleans()), min_size=1, max_size=7))
+    units = tuple(unit(size, trained, f"unit{index}") for index, (size, trained) in enumerate(sizes))
+    order = draw(st.lists(st.integers(0, len(units) - 1), min_size=1, max_size=14))
+    acts = st.integers(0, 50).map(lambda pages: pages * PAGE)
+    calls = tuple(CallProfile(index, 1e8, draw(acts), draw(acts)) for index in order)
+    return ModelProfile(
+        units, calls, 0, draw(st.sampled_from([None, len(units) - 1])) if _loose(order, units) else None
+    )
+
+
+def _loose(order: list[int], units: tuple[UnitProfile, ...]) -> bool:
+    """The last unit may hold parameters outside of units only if nothing calls it."""
+    return len(units) - 1 not in order
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, object]:
+    """What a user may fix."""
+    clip = draw(st.booleans())
+    return {
+        "update": draw(st.sampled_from(["auto", "serial"] if clip else ["auto", "serial", "overlap"])),
+        "weights": draw(st.sampled_from(["auto", "device", "host", "disk"])),
+        "states": draw(st.sampled_from(["auto", "host", "disk"])),
+        "clip": clip,
+        "accumulation": draw(st.sampled_from([1, 3])),
+    }

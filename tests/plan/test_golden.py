@@ -1,0 +1,52 @@
+"""Plans are reviewed like code: a change of the planner shows up as a change of these files.
+
+After an intended change: `python tests/plan/test_golden.py` writes them again.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from plan import profiles
+from spillway.plan.search import PlanRequest, make_plan
+from spillway.spec.hardware import Budget
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Op
+
+FOLDER = Path(__file__).parent / "golden"
+TIGHT = Budget(10**8, 10**8, 10**12, 10**7)
+CASES = {
+    "overlap-disk": (profiles.chain(3), TIGHT, PlanRequest("overlap", "disk", "disk")),
+    "serial-clip-disk": (profiles.chain(3), TIGHT, PlanRequest("serial", "disk", "disk", clip=True)),
+    "overlap-host-tied": (profiles.chain(3, tied=True), profiles.PLENTY, PlanRequest("overlap", "host", "host")),
+    "accumulate-disk": (profiles.chain(2), TIGHT, PlanRequest("overlap", "disk", "disk", accumulation=2)),
+}
+
+
+def line(op: Op) -> str:
+    call = f" call {op.call}" if op.call >= 0 else ""
+    part = f" [{op.start}:{op.stop}]" if op.stop else ""
+    take = "".join(f" +{lease}" for _, lease in op.take)
+    give = "".join(f" -{lease}" for lease in op.give)
+    deps = f" after {','.join(map(str, op.deps))}" if op.deps else ""
+    return f"{op.id:3d} {op.lane:8s} {op.kind} {op.group} unit {op.unit}{call}{part}{take}{give}{deps}"
+
+
+def text(case: tuple[ModelProfile, Budget, PlanRequest]) -> str:
+    plan = make_plan(case[0], profiles.MACHINE, case[1], case[2])
+    pools = [f"pool {pool.name} on {pool.tier}: {pool.count} x {pool.slab_bytes}" for pool in plan.pools]
+    parts = [*pools, "step", *map(line, plan.ops)]
+    if plan.accumulate_ops:
+        parts += ["accumulate", *map(line, plan.accumulate_ops)]
+    return "\n".join(parts) + "\n"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_is_the_reviewed_one(name: str) -> None:
+    assert text(CASES[name]) == (FOLDER / f"{name}.txt").read_text()
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, case in CASES.items():
+        (FOLDER / f"{name}.txt").write_text(text(case))

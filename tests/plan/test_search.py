@@ -1,0 +1,82 @@
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plan import profiles
+from spillway.plan.check import check
+from spillway.plan.search import PlanRequest, make_plan
+from spillway.plan.simulate import simulate
+from spillway.spec.errors import PlanInfeasible, UsageError
+from spillway.spec.hardware import Budget
+from spillway.spec.jsonable import from_json, to_json
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Plan
+
+
+@settings(max_examples=120, deadline=None)
+@given(profiles.models(), profiles.requests(), st.integers(20, 40), st.integers(20, 40))
+def test_any_plan_stays_within_its_budget_runs_to_its_end_and_survives_json(
+    model: ModelProfile, fixed: dict[str, object], host: int, device: int
+) -> None:
+    budget = Budget(1 << device, 1 << host, 1 << 45, 1 << 19)
+    try:
+        plan = make_plan(model, profiles.MACHINE, budget, PlanRequest(**fixed))
+    except PlanInfeasible as error:
+        assert "the smallest budget that works is" in str(error)
+        return
+    check(plan)
+    assert plan.peaks.device <= budget.device_bytes
+    assert plan.peaks.host <= budget.host_bytes
+    assert plan.peaks.disk <= budget.disk_bytes
+    for ops in (plan.ops, plan.accumulate_ops):
+        assert len(simulate(ops, plan.pools, profiles.MACHINE).spans) == len(ops)
+    assert from_json(Plan, to_json(plan)) == plan
+
+
+@settings(max_examples=40, deadline=None)
+@given(profiles.models(), profiles.requests(), st.integers(22, 36))
+def test_the_smallest_budget_that_is_said_to_work_works(
+    model: ModelProfile, fixed: dict[str, object], host: int
+) -> None:
+    budget = Budget(1 << 20, 1 << host, 1 << 45, 1 << 19)
+    with_all = dataclasses.replace(budget, device_bytes=1 << 45, host_bytes=1 << 45)
+    smallest = make_plan(model, profiles.MACHINE, with_all, PlanRequest(**fixed))
+    try:
+        make_plan(model, profiles.MACHINE, budget, PlanRequest(**fixed))
+    except PlanInfeasible as error:
+        needed = error.smallest
+        enough = Budget(needed.device, needed.host, needed.disk, budget.process_bytes)
+        assert make_plan(model, profiles.MACHINE, enough, PlanRequest(**fixed)).ops
+    assert smallest.ops
+
+
+def test_memory_is_filled_before_the_disk_is_used() -> None:
+    model = profiles.chain(8)
+    plan = make_plan(model, profiles.MACHINE, profiles.PLENTY, PlanRequest())
+    assert {unit.states for unit in plan.placement.units} == {"host"}
+    assert set(plan.placement.acts) == {"host"}
+    tight = Budget(10**9, 10**8, 10**12, 10**7)
+    plan = make_plan(model, profiles.MACHINE, tight, PlanRequest())
+    assert {unit.states for unit in plan.placement.units} == {"disk"}
+
+
+def test_overlap_and_exact_clipping_contradict_each_other() -> None:
+    with pytest.raises(UsageError, match="before the global gradient norm is known"):
+        make_plan(profiles.chain(2), profiles.MACHINE, profiles.PLENTY, PlanRequest("overlap", clip=True))
+
+
+def test_disk_without_a_store_is_refused() -> None:
+    with pytest.raises(UsageError, match="states='disk' needs a store"):
+        make_plan(profiles.chain(2), profiles.MACHINE, profiles.PLENTY, PlanRequest(states="disk", has_store=False))
+
+
+def test_overlapped_updates_are_predicted_to_be_faster_than_serial_ones() -> None:
+    model = profiles.chain(24, 1 << 23, 1 << 22, flops=2e12)
+    where = {"weights": "disk", "states": "disk"}
+    times = {
+        update: make_plan(model, profiles.MACHINE, profiles.PLENTY, PlanRequest(update, **where)).step_seconds
+        for update in ("serial", "overlap")
+    }
+    assert times["overlap"] < times["serial"]

@@ -1,0 +1,123 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from spillway import native
+from spillway.native import DiskEngine, Transfer, TransferError
+from spillway.spec.errors import DiskError
+from spillway.store import disk as disk_module
+from spillway.store.arena import Arena
+from spillway.store.disk import Extent, StripedDisk
+
+PAGE = 4096
+
+
+def engines() -> list[DiskEngine]:
+    found = [DiskEngine(), DiskEngine(use_uring=False)]
+    plain = DiskEngine()
+    plain._library = None
+    from concurrent.futures import ThreadPoolExecutor
+
+    plain._threads = ThreadPoolExecutor(4)
+    return [*found, plain]
+
+
+def random_pages(pages: int, seed: int) -> torch.Tensor:
+    buffer = Arena(pages * PAGE).buffer
+    generator = torch.Generator().manual_seed(seed)
+    buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator))
+    return buffer
+
+
+@pytest.mark.parametrize("paths", (1, 2, 3))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    extents=st.lists(st.tuples(st.integers(0, 600), st.integers(1, 700)), min_size=1, max_size=4),
+    seed=st.integers(0, 9),
+)
+def test_what_is_written_is_read_back_by_every_engine(
+    tmp_path: Path, paths: int, extents: list[tuple[int, int]], seed: int
+) -> None:
+    disk = StripedDisk(tuple(tmp_path / f"{paths}{index}" for index in range(paths)), keep=False)
+    disk.reserve(1300 * PAGE)
+    writer, *_ = engines()
+    for offset, pages in extents:
+        content = random_pages(pages, seed)
+        disk.write_all(writer, [(Extent(offset * PAGE, pages * PAGE), content)])
+        disk.sync()
+        for engine in engines():
+            back = random_pages(pages, seed + 1)
+            disk.read(engine, Extent(offset * PAGE, pages * PAGE), back)
+            assert torch.equal(back, content), engine.backend
+    disk.close()
+
+
+def test_fresh_space_reads_as_zeros_even_where_an_earlier_run_wrote(tmp_path: Path) -> None:
+    engine = DiskEngine()
+    for _ in range(2):
+        disk = StripedDisk((tmp_path,), keep=False)
+        disk.reserve(16 * PAGE)
+        back = random_pages(16, 3)
+        disk.read(engine, Extent(0, 16 * PAGE), back)
+        assert not back.any()
+        disk.write_all(engine, [(Extent(0, 16 * PAGE), random_pages(16, 4))])
+        disk.close()
+
+
+def test_a_store_in_use_is_refused(tmp_path: Path) -> None:
+    disk = StripedDisk((tmp_path,), keep=False)
+    with pytest.raises(DiskError, match="in use by another run"):
+        StripedDisk((tmp_path,), keep=False)
+    disk.close()
+    StripedDisk((tmp_path,), keep=False).close()
+
+
+def test_a_store_that_is_too_full_says_how_much_is_needed_and_free(tmp_path: Path) -> None:
+    disk = StripedDisk((tmp_path,), keep=False)
+    with pytest.raises(DiskError, match=r"needs .* TB and has .* free"):
+        disk.reserve(1 << 50)
+    disk.close()
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskError, match="cannot be written"):
+        StripedDisk((tmp_path / "file",), keep=False)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_reading_past_the_end_names_the_failing_transfer(tmp_path: Path, number: int) -> None:
+    file = tmp_path / "short"
+    file.write_bytes(b"x" * (4 * PAGE))
+    fd = os.open(file, os.O_RDWR)
+    buffer = random_pages(8, 0)
+    good = Transfer(fd, buffer.data_ptr(), 0, 4 * PAGE)
+    bad = Transfer(fd, buffer.data_ptr() + 4 * PAGE, 8 * PAGE, 4 * PAGE)
+    with pytest.raises(TransferError) as caught:
+        engines()[number].run([good, bad], is_write=False)
+    assert caught.value.index == 1
+    os.close(fd)
+
+
+def test_a_failed_write_names_path_and_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = StripedDisk((tmp_path,), keep=False)
+    disk.reserve(8 * PAGE)
+
+    class Broken(DiskEngine):
+        def run(self, transfers: list[Transfer], is_write: bool) -> None:
+            raise TransferError(5, 0)
+
+    with pytest.raises(DiskError, match=rf"cannot write to {tmp_path}/spillway.data at offset 4096 .*Input/output"):
+        disk.write_all(Broken(), [(Extent(PAGE, PAGE), random_pages(1, 0))])
+    disk.close()
+
+
+@pytest.mark.skipif(not native.available(), reason=f"no native library: {native.load_problem()}")
+def test_the_kernel_interface_or_the_thread_pool_is_in_use() -> None:
+    assert DiskEngine().backend in ("io_uring", "threads")
+    assert DiskEngine(use_uring=False).backend == "threads"
+    assert disk_module.STRIPE % PAGE == 0

@@ -1,0 +1,277 @@
+"""The Python API: what a user's own loop meets."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import directories
+import models
+import reference
+import spillway
+from spillway import native
+from spillway.api import prepared, read_parameters
+from spillway.spec.errors import NonFinite, UsageError
+
+SETTINGS = spillway.AdamW(lr=1e-3, eps=reference.EPS, max_grad_norm=None)
+
+
+def test_importing_spillway_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, spillway; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_load_train_and_save_a_directory(tmp_path: Path) -> None:
+    directory = directories.make_model(tmp_path / "llama")
+    model = spillway.load(directory, AutoModelForCausalLM, dtype="float32")
+    assert all(param.is_meta for param in model.parameters())
+    model, optimizer = spillway.prepare(model, SETTINGS, store=tmp_path / "store", device="cpu", states="disk")
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    steps = [[models.batch("llama", seed)] for seed in range(3)]
+    for (batch,) in steps:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+    reference.train(plain, steps, 1e-3, None)
+    spillway.save_pretrained(model, tmp_path / "out", max_shard_bytes=100_000)
+    spillway.close(model)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(saved(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_saving_what_was_loaded_gives_the_same_logits(tmp_path: Path) -> None:
+    directory = directories.make_model(tmp_path / "gpt2", architecture="gpt2")
+    model = spillway.load(directory, AutoModelForCausalLM, dtype="float32")
+    model, _ = spillway.prepare(model, SETTINGS, store=tmp_path / "store", device="cpu")
+    spillway.save_pretrained(model, tmp_path / "out")
+    spillway.close(model)
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (directory, tmp_path / "out"))
+    ids = torch.arange(12)[None]
+    assert torch.equal(before.eval()(ids).logits, after.eval()(ids).logits)
+
+
+def test_evaluation_and_generation_stream_the_weights(tmp_path: Path) -> None:
+    plain = models.llama()
+    model, optimizer = spillway.prepare(
+        copy.deepcopy(plain), SETTINGS, store=tmp_path / "store", device="cpu", weights="disk", states="disk"
+    )
+    batch = models.batch("llama", 0)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, plain(**batch).logits)
+    model(**batch).loss.backward()
+    optimizer.step()
+    reference.train(plain, [[batch]], 1e-3, None)
+    model.eval()
+    plain.eval()
+    ids = batch["input_ids"][:1, :8]
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-4, atol=1e-5)
+        ours = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        assert torch.equal(ours, plain.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0))
+    spillway.close(model)
+
+
+def test_frozen_parameters_are_neither_updated_nor_given_states(tmp_path: Path) -> None:
+    plain = models.llama()
+    plain.requires_grad_(False)
+    plain.model.layers[1].requires_grad_(True)
+    plain.model.layers[2].mlp.requires_grad_(True)
+    model, optimizer = spillway.prepare(
+        copy.deepcopy(plain), SETTINGS, store=tmp_path / "store", device="cpu", weights="disk", states="disk"
+    )
+    steps = [[models.batch("llama", seed)] for seed in range(4)]
+    for (batch,) in steps:
+        model(**batch).loss.backward()
+        optimizer.step()
+    start = dict(copy.deepcopy(plain).named_parameters())
+    reference.train(plain, steps, 1e-3, None)
+    weights = read_parameters(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(weights[name], param.detach(), rtol=1e-5, atol=1e-5)
+        assert param.requires_grad or torch.equal(weights[name], start[name])
+    units = prepared(model).session.units
+    assert sum(unit.layout.state_bytes > 0 for unit in units) == 2
+    spillway.close(model)
+
+
+def test_schedulers_work_on_the_optimizer(tmp_path: Path) -> None:
+    plain = models.two_lists()
+    model, optimizer = spillway.prepare(copy.deepcopy(plain), SETTINGS, store=tmp_path / "store", device="cpu")
+    other = torch.optim.AdamW(reference.groups(plain, 0.01), lr=1e-3, eps=reference.EPS, fused=True)
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.1) for o in (optimizer, other)]
+    for seed in range(5):
+        batch = models.batch("two_lists", seed)
+        for stepped, wrapped in ((optimizer, model), (other, plain)):
+            wrapped(**batch).backward()
+            stepped.step()
+            stepped.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+    for name, weight in read_parameters(model).items():
+        torch.testing.assert_close(weight, dict(plain.named_parameters())[name].detach(), rtol=1e-5, atol=1e-6)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    spillway.close(model)
+
+
+def test_without_a_store_everything_rests_in_host_memory() -> None:
+    plain = models.gpt2()
+    model, optimizer = spillway.prepare(copy.deepcopy(plain), SETTINGS, device="cpu")
+    batch = models.batch("gpt2", 0)
+    model(**batch).loss.backward()
+    optimizer.step()
+    reference.train(plain, [[batch]], 1e-3, None)
+    for name, weight in read_parameters(model).items():
+        torch.testing.assert_close(weight, dict(plain.named_parameters())[name].detach(), rtol=1e-5, atol=1e-6)
+    spillway.close(model)
+
+
+def test_the_plain_path_trains_the_same_without_the_native_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_load", lambda: (None, "it is not there"))
+    plain = models.llama()
+    model, optimizer = spillway.prepare(
+        copy.deepcopy(plain), SETTINGS, store=tmp_path / "store", device="cpu", weights="disk", states="disk"
+    )
+    steps = [[models.batch("llama", seed)] for seed in range(3)]
+    for (batch,) in steps:
+        model(**batch).loss.backward()
+        optimizer.step()
+    reference.train(plain, steps, 1e-3, None)
+    for name, weight in read_parameters(model).items():
+        torch.testing.assert_close(weight, dict(plain.named_parameters())[name].detach(), rtol=1e-5, atol=1e-5)
+    assert prepared(model).session.store.homes.read_engine.backend == "preadv"
+    spillway.close(model)
+
+
+class LooksAtValues(nn.Module):
+    """Its forward cannot run on shapes alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if float(x.sum()) > 1e9:
+                x = x * 0
+        return x.square().mean()
+
+
+def test_a_forward_that_looks_at_values_is_profiled_on_real_data(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = LooksAtValues()
+    model, optimizer = spillway.prepare(
+        copy.deepcopy(plain), SETTINGS, store=tmp_path / "store", device="cpu", weights="disk", states="disk"
+    )
+    other = torch.optim.AdamW(reference.groups(plain, 0.01), lr=1e-3, eps=reference.EPS, fused=True)
+    for seed in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        model(x).backward()
+        optimizer.step()
+        plain(x).backward()
+        other.step()
+        other.zero_grad()
+    for name, weight in read_parameters(model).items():
+        torch.testing.assert_close(weight, dict(plain.named_parameters())[name].detach(), rtol=1e-5, atol=1e-6)
+    spillway.close(model)
+
+
+def test_a_forward_without_backward_is_forgotten(tmp_path: Path) -> None:
+    plain = models.llama()
+    model, optimizer = spillway.prepare(copy.deepcopy(plain), SETTINGS, store=tmp_path / "store", device="cpu")
+    model(**models.batch("llama", 5))
+    batch = models.batch("llama", 0)
+    model(**batch).loss.backward()
+    optimizer.step()
+    reference.train(plain, [[batch]], 1e-3, None)
+    for name, weight in read_parameters(model).items():
+        torch.testing.assert_close(weight, dict(plain.named_parameters())[name].detach(), rtol=1e-5, atol=1e-6)
+    spillway.close(model)
+
+
+def test_a_wrong_order_of_calls_is_explained(tmp_path: Path) -> None:
+    model, optimizer = spillway.prepare(models.llama(), SETTINGS, store=tmp_path / "store", device="cpu")
+    with pytest.raises(UsageError, match=r"optimizer.step\(\) came after 0 of 1 backward"):
+        optimizer.step()
+    model(**models.batch("llama", 0)).loss.backward()
+    with pytest.raises(UsageError, match="pass gradient_accumulation_steps="):
+        model(**models.batch("llama", 1))
+    spillway.close(model)
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_not_applied(tmp_path: Path) -> None:
+    model, optimizer = spillway.prepare(
+        models.llama(), SETTINGS, store=tmp_path / "store", device="cpu", weights="disk", states="disk"
+    )
+    batch = models.batch("llama", 0)
+    before = read_parameters(model)
+    (model(**batch).loss * float("inf")).backward()
+    with pytest.raises(NonFinite, match="a gradient of lm_head is infinite or not a number"):
+        optimizer.step()
+    after = read_parameters(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    model(**batch).loss.backward()
+    optimizer.step()
+    spillway.close(model)
+
+
+def test_an_earlier_run_in_the_store_is_resumed_or_refused_but_never_overwritten(tmp_path: Path) -> None:
+    plain = models.llama()
+    steps = [[models.batch("llama", seed)] for seed in range(4)]
+    for part, resume in ((steps[:2], False), (steps[2:], True)):
+        model, optimizer = spillway.prepare(
+            copy.deepcopy(plain),
+            SETTINGS,
+            store=tmp_path / "store",
+            device="cpu",
+            weights="disk",
+            states="disk",
+            resume=resume,
+        )
+        for (batch,) in part:
+            model(**batch).loss.backward()
+            optimizer.step()
+        weights = read_parameters(model)
+        spillway.close(model)
+    with pytest.raises(UsageError, match="holds step 4 of an earlier run"):
+        spillway.prepare(copy.deepcopy(plain), SETTINGS, store=tmp_path / "store", device="cpu")
+    reference.train(plain, steps, 1e-3, None)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(weights[name], param.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_logits_are_never_whole_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spillway.integrations import huggingface
+
+    monkeypatch.setattr(huggingface, "_LOGIT_BYTES", 4 * models.VOCAB * 5)
+    plain = models.llama()
+    model, optimizer = spillway.prepare(
+        copy.deepcopy(plain), spillway.AdamW(lr=1e-3, max_grad_norm=1.0), store=tmp_path / "s", device="cpu"
+    )
+    largest = 0
+    original = nn.functional.cross_entropy
+
+    def watched(scores: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        nonlocal largest
+        if type(scores) is torch.Tensor:  # not the shapes-only forward of the profiler
+            largest = max(largest, scores.shape[0])
+        return original(scores, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(nn.functional, "cross_entropy", watched)
+    batch = models.batch("llama", 0)
+    output = model(**batch)
+    output.loss.backward()
+    optimizer.step()
+    assert largest == 5 and output.logits is None
+    torch.testing.assert_close(output.loss.item(), plain(**batch).loss.item(), rtol=1e-5, atol=0)
+    spillway.close(model)

@@ -1,0 +1,155 @@
+"""A run from the command line to the final model, interrupted and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import directories
+from spillway.cli.main import run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return directories.make_model(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return directories.make_texts(tmp_path_factory.mktemp("data") / "texts.jsonl")
+
+
+def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
+    fixed = ["--max-length", "64", "--per-device-train-batch-size", "2", "--learning-rate", "1e-3", "--device", "cpu"]
+    return ["train", str(model), str(data), "-o", str(out), *fixed, *more]
+
+
+def metrics(out: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[object]:
+    return [row["loss"] for row in metrics(out)]
+
+
+def test_a_run_leaves_a_model_that_transformers_loads(model: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run(arguments(model, data, out, "--max-steps", "30", "--states", "disk")) == 0
+    rows = metrics(out)
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    assert {"read", "write", "compute", "update"} <= rows[-1]["busy_seconds"].keys()
+    assert (out / "plan.json").exists() and (out / "trace.json").exists()
+    config = json.loads((out / "config.json").read_text())
+    assert config["max_steps"] == {"value": 30, "origin": "flag"} and config["seed"]["origin"] == "default"
+    trained = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert trained.dtype == torch.bfloat16
+    start = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    assert not torch.equal(trained.lm_head.weight, start.lm_head.weight)
+    ids = torch.arange(8)[None]
+    assert trained(input_ids=ids).logits.isfinite().all()
+    assert (out / "model" / "tokenizer.json").exists()
+
+
+def test_the_final_model_of_a_tied_architecture_keeps_its_tie(data: Path, tmp_path: Path) -> None:
+    model = directories.make_model(tmp_path / "gpt2", architecture="gpt2")
+    out = tmp_path / "run"
+    assert run(arguments(model, data, out, "--max-steps", "3", "--dtype", "float32")) == 0
+    assert "lm_head.weight" not in load_file(out / "model" / "model.safetensors")
+    trained = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert trained.lm_head.weight is trained.transformer.wte.weight
+
+
+@pytest.mark.parametrize("place", ("disk", "host"))
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
+    model: Path, data: Path, tmp_path: Path, place: str
+) -> None:
+    where = ("--states", place, "--weights", place, "--save-steps", "4")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run(arguments(model, data, whole, "--max-steps", "12", *where)) == 0
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "spillway.cli.main", *arguments(model, data, cut, "--max-steps", "12", *where)]
+    child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_for_step(cut, 2)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    if child.returncode == 0:
+        pytest.fail(f"the run ended before it could be interrupted: {errors}")
+    assert child.returncode == 130, errors
+    assert "same command goes on" in " ".join(errors.split())
+    assert run(arguments(model, data, cut, "--max-steps", "12", *where)) == 0
+    assert losses(cut) == losses(whole)
+    ours, theirs = load_file(cut / "model" / "model.safetensors"), load_file(whole / "model" / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def wait_for_step(out: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (out / "metrics.jsonl").exists() and len(losses_so_far(out)) >= step:
+            return
+        time.sleep(0.005)
+    pytest.fail("the child never got that far")
+
+
+def losses_so_far(out: Path) -> list[str]:
+    return (out / "metrics.jsonl").read_text().splitlines()
+
+
+def test_a_finished_run_started_again_does_nothing_new(model: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run(arguments(model, data, out, "--max-steps", "3")) == 0
+    before = losses(out)
+    assert run(arguments(model, data, out, "--max-steps", "3")) == 0
+    assert losses(out) == before
+
+
+def test_a_run_with_other_settings_is_not_resumed(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run(arguments(model, data, out, "--max-steps", "2")) == 0
+    assert run(arguments(model, data, out, "--max-steps", "2", "--seed", "1")) == 2
+    assert "another seed" in capsys.readouterr().err
+    other = directories.make_texts(tmp_path / "other.jsonl", 20)
+    assert run(arguments(model, other, out, "--max-steps", "2")) == 2
+    assert "another data" in capsys.readouterr().err
+
+
+def test_several_store_paths_share_the_bytes(model: Path, data: Path, tmp_path: Path) -> None:
+    stores = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
+    flags = [part for store in stores for part in ("--store", str(store))]
+    one, three = tmp_path / "one", tmp_path / "three"
+    assert run(arguments(model, data, one, "--max-steps", "4", "--states", "disk")) == 0
+    assert run(arguments(model, data, three, "--max-steps", "4", "--states", "disk", *flags)) == 0
+    assert losses(one) == losses(three)
+    sizes = [next(store.rglob("spillway.data")).stat().st_size for store in stores]
+    assert len(set(sizes)) == 1 and sizes[0] > 0
+
+
+def test_micro_batches_inside_the_unit_leave_the_loss_as_it_is(model: Path, data: Path, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    base = ["train", str(model), str(data), "--max-length", "64", "--max-steps", "5", "--dtype", "float32"]
+    assert run([*base, "-o", str(whole), "--per-device-train-batch-size", "4"]) == 0
+    cut_flags = ("--per-device-train-batch-size", "1", "--gradient-accumulation-steps", "4")
+    assert run([*base, "-o", str(cut), *cut_flags]) == 0
+    torch.testing.assert_close(losses(whole), losses(cut), rtol=1e-5, atol=0)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_step(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    code = run(arguments(model, data, out, "--max-steps", "40", "--learning-rate", "1e30", "--max-grad-norm", "0"))
+    message = capsys.readouterr().err
+    assert code == 6, message
+    manifest = json.loads((out / "store" / "manifest.json").read_text())
+    assert manifest["body"]["step"] == len(metrics(out))
