@@ -196,6 +196,7 @@ def save_pretrained(
     needs host memory for one window, not for the model. Returns the directory."""
     parts = prepared(model)
     session, path = parts.session, Path(directory)
+    session.settle()
     if not session.is_open:
         session.open()
     save_weights(session.store, session.units, persistent_buffers(model), path, max_shard_bytes)
@@ -215,6 +216,7 @@ def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     from spillway.checkpoint.load import read_parameter
 
     session = prepared(model).session
+    session.settle()
     if not session.is_open:
         session.open()
     return {

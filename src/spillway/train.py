@@ -144,6 +144,7 @@ class _Run:
     def _encode(self, tokenizer: Any) -> None:
         with self._reporter.counting("reading data") as counter:
             self._data: Encoded = encode_files(self._options.data, tokenizer, self._options.max_length, counter.reach)
+        self._identity = self._describe()
         data = self._data
         self._reporter.say(
             f"data: {data.num_records} records, {len(data.samples)} samples, {data.num_tokens:,} tokens, "
@@ -159,7 +160,7 @@ class _Run:
                 raise UsageError(f"there is no saved point in {self._stores[0]} to resume from: leave the option out")
             return False
         saved = json.loads(found.run.get("identity", "{}"))
-        for name, value in self._identity().items():
+        for name, value in self._identity.items():
             if saved.get(name) != value:
                 raise UsageError(
                     f"{self._directory} holds step {found.step} of a run with another {name} "
@@ -167,7 +168,7 @@ class _Run:
                 )
         return True
 
-    def _identity(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         """What must not change for a resumed run to be the same run."""
         options = self._options
         names = ("seed", "max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "packing", "dtype",
@@ -286,11 +287,7 @@ class _Run:
                 f"stopped before it changed anything, step {self._parts.points.saved_step} is saved; lower "
                 f"--learning-rate or look at the data"
             )
-        loss.backward()
-        progress.losses.append(value)
-        progress.position = self._batches.after(position)
-        self._parts.points.run = self._run_state()
-        self._optimizer.step()
+        self._update(loss, position, value)
         schedule.step()
         progress.step += 1
         seconds = time.perf_counter() - start
@@ -299,6 +296,24 @@ class _Run:
         progress.tokens += tokens
         self._record(metrics, watch, position, value, learning_rate, batch, seconds)
         line.step(progress.step, value, self._optimizer.last_result.grad_norm, learning_rate, tokens, seconds)
+
+    def _update(self, loss: torch.Tensor, position: DataPosition, value: float) -> None:
+        """Backward and optimizer step; what is saved with the step is set before it is committed."""
+        progress, parts = self._progress, self._parts
+        before = parts.points.run
+        after = self._batches.after(position)
+        parts.points.run = self._run_state(after, [*progress.losses[:1], value][:1])
+        try:
+            loss.backward()
+            self._optimizer.step()
+        except NonFinite:
+            parts.points.run = before
+            parts.session.settle()
+            if parts.session.is_intact:
+                self._save_point()
+            raise
+        progress.losses.append(value)
+        progress.position = after
 
     def _record(
         self,
@@ -334,15 +349,9 @@ class _Run:
             )
         )
 
-    def _run_state(self) -> dict[str, str]:
-        progress = self._progress
-        position = {"epoch": progress.position.epoch, "index": progress.position.index, "losses": progress.losses[:1]}
-        return {"position": json.dumps(position), "identity": json.dumps(self._identity_once())}
-
-    def _identity_once(self) -> dict[str, Any]:
-        if not hasattr(self, "_known_identity"):
-            self._known_identity = self._identity()
-        return self._known_identity
+    def _run_state(self, next_batch: DataPosition, first_loss: list[float]) -> dict[str, str]:
+        position = {"epoch": next_batch.epoch, "index": next_batch.index, "losses": first_loss}
+        return {"position": json.dumps(position), "identity": json.dumps(self._identity)}
 
     def _save_point(self) -> None:
         if self._progress.step > 0:

@@ -263,7 +263,8 @@ class Session:
                 f"backward ran {self._backwards} time(s) and the weights are updated with it: call optimizer.step() "
                 f"before the next forward, or pass gradient_accumulation_steps= to prepare"
             )
-        self._drop_unfinished()
+        self.settle()
+        self._refuse_half_done()
         schedule = self._schedule_for(args, kwargs)
         self._ensure_open(schedule)
         executor, worker = self._parts()
@@ -276,8 +277,13 @@ class Session:
         self._in_step, self._in_backward, self._next_call = True, False, 0
         self._bind_resident()
 
-    def _drop_unfinished(self) -> None:
-        """Give up a forward that no backward followed, or a step that failed."""
+    @property
+    def is_intact(self) -> bool:
+        """Whether what rests in the store is the end of a whole step."""
+        return not self._half_done
+
+    def settle(self) -> None:
+        """Give up a forward that no backward followed, or a step that failed, so that the store may be used."""
         if self._in_step:
             executor, worker = self._parts()
             executor.abandon()
@@ -287,6 +293,8 @@ class Session:
                 for home in self.store.homes.units:
                     home.has_grad = False
             self._half_done |= worker.step.in_place
+
+    def _refuse_half_done(self) -> None:
         if self._half_done:
             raise UsageError(
                 "the step that failed had already changed weights in host memory: close this model and resume from the "
