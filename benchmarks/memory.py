@@ -89,9 +89,8 @@ def main() -> int:
         directory = Path(temporary)
         subprocess.run([sys.executable, str(DEMO), str(directory), "--shape", "1.1b"], check=True)
         result = run(directory, options.limit, options.steps)
-    print(
-        f"limit           {format_size(result.limit_bytes)} ({'hard cgroup limit' if result.hard_limit else 'not enforced'})"
-    )
+    enforced = "hard cgroup limit" if result.hard_limit else "not enforced"
+    print(f"limit           {format_size(result.limit_bytes)} ({enforced})")
     print(f"process peak    {format_size(result.peak_process_bytes)}")
     print(f"cgroup peak     {format_size(result.peak_cgroup_bytes)} (with droppable page cache)")
     print(f"model state     {format_size(result.state_bytes)}")
