@@ -61,10 +61,16 @@ def _loose(order: list[int], units: tuple[UnitProfile, ...]) -> bool:
 def requests(draw: st.DrawFn) -> dict[str, object]:
     """What a user may fix."""
     clip = draw(st.booleans())
+    weights, states = draw(
+        st.sampled_from(
+            [(w, s) for w in ("auto", "device", "host", "disk") for s in ("auto", "host", "disk")]
+            + [("auto", "device"), ("device", "device")]
+        )
+    )
     return {
         "update": draw(st.sampled_from(["auto", "serial"] if clip else ["auto", "serial", "overlap"])),
-        "weights": draw(st.sampled_from(["auto", "device", "host", "disk"])),
-        "states": draw(st.sampled_from(["auto", "host", "disk"])),
+        "weights": weights,
+        "states": states,
         "clip": clip,
         "accumulation": draw(st.sampled_from([1, 3])),
     }

@@ -55,10 +55,12 @@ def test_the_smallest_budget_that_is_said_to_work_works(
 def test_memory_is_filled_before_the_disk_is_used() -> None:
     model = profiles.chain(8)
     plan = make_plan(model, profiles.MACHINE, profiles.PLENTY, PlanRequest())
+    assert {unit.states for unit in plan.placement.units} == {"device"}
+    plan = make_plan(model, profiles.CPU, profiles.PLENTY, PlanRequest())
     assert {unit.states for unit in plan.placement.units} == {"host"}
     assert set(plan.placement.acts) == {"host"}
     tight = Budget(10**9, 10**8, 10**12, 10**7)
-    plan = make_plan(model, profiles.MACHINE, tight, PlanRequest())
+    plan = make_plan(model, profiles.CPU, tight, PlanRequest())
     assert {unit.states for unit in plan.placement.units} == {"disk"}
 
 

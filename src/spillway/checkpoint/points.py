@@ -73,7 +73,7 @@ class SavedPoints:
         """Make the end of this step a saved point, also where states rest in host memory."""
         if self._directory is None or step == self.saved_step:
             return
-        store.homes.snapshot()
+        store.homes.snapshot(store.staging(64 << 20, "writing a saved point"))
         store.homes.need_disk().sync()
         store.homes.flip()
         self._commit(store, step)

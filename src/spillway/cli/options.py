@@ -43,7 +43,7 @@ MORE = {
     "dtype": "bfloat16 (with fp32 masters) or float32.",
     "update": "auto, serial or overlap: when weights are updated.",
     "weights": "auto, device, host or disk: where weights rest.",
-    "states": "auto, host or disk: where optimizer states rest.",
+    "states": "auto, device, host or disk: where optimizer states rest.",
 }
 
 

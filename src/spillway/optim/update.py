@@ -47,7 +47,7 @@ class StateRange:
 
 def update_range(arrays: StateRange, hyper: Hyper, grad_scale: float, threads: int) -> None:
     """AdamW in place, with the order of operations of torch.optim.AdamW(fused=True) on CPU: the same bits."""
-    if native.available():
+    if native.available() and arrays.weight.device.type == "cpu":
         native.adamw(_native_args(arrays, hyper, grad_scale), threads)
     else:
         _update_plain(arrays, hyper, grad_scale)
@@ -55,7 +55,7 @@ def update_range(arrays: StateRange, hyper: Hyper, grad_scale: float, threads: i
 
 def sum_squares(grad: torch.Tensor, threads: int) -> float:
     """Sum of squares of a contiguous float32 or bfloat16 tensor in double precision."""
-    if native.available():
+    if native.available() and grad.device.type == "cpu":
         return native.sum_squares(grad.data_ptr(), _TYPES[grad.dtype], grad.numel(), threads)
     return float(sum(part.double().square().sum().item() for part in grad.split(1 << 20)))
 

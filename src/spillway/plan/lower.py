@@ -316,8 +316,10 @@ class Lowering:
         unit = self._model.units[use.unit]
         slot, upload, give = self._slot_of(position)
         first, last = self._is_first_backward(use), self._is_last_backward(use)
-        grads = f"gs{use.unit}"
-        take = ((self._names.grad_slot(use.unit), grads),) if first and unit.num_trainable else ()
+        stays = self._plan.units[use.unit].states == "device"
+        grads = HOME if stays else f"gs{use.unit}"
+        leased = unit.num_trainable > 0 and not stays
+        take = ((self._names.grad_slot(use.unit), grads),) if first and leased else ()
         act = self._act_uploaded.get(use.call)
         if act is not None:
             give = (*give, f"as{use.call}")
@@ -336,7 +338,7 @@ class Lowering:
             use.call,
         )
         if last and unit.num_trainable:
-            self._emit_gradient(use.unit, [self._backward[use.call]], (grads,), grads)
+            self._emit_gradient(use.unit, [self._backward[use.call]], (grads,) if leased else (), grads)
 
     def _is_first_backward(self, use: _Use) -> bool:
         return use.call == max(index for index, call in enumerate(self._model.calls) if call.unit == use.unit)
@@ -359,6 +361,9 @@ class Lowering:
     def _emit_gradient(self, unit: int, deps: list[int | None], give: tuple[str, ...], source: str) -> None:
         """DOWNLOAD, and with what is wanted of it: ACCUMULATE, NORM, spill to disk, or the update at once."""
         plan, size = self._plan, self._model.units[unit].grad_bytes
+        if plan.units[unit].states == "device":
+            self._emit_norm_and_update(unit, deps, HOME)
+            return
         pooled = plan.update == "overlap" or plan.units[unit].grads == "disk" or plan.accumulation > 1
         lease = f"g{unit}"
         take = ((self._names.grad(unit), lease),) if pooled else ()
@@ -367,16 +372,20 @@ class Lowering:
         if plan.accumulation > 1:
             landed = self._build.add("ACCUMULATE", "update", unit, "grad", size, [landed], (), (lease,), lease, HOME)
             target = HOME
+        self._emit_norm_and_update(unit, [landed], target)
+
+    def _emit_norm_and_update(self, unit: int, landed: list[int | None], target: str) -> None:
         if not self._final:
             return
-        norm = self._build.add("NORM", "update", unit, "grad", size, [landed], (), (), target, "")
+        size = self._model.units[unit].grad_bytes
+        norm = self._build.add("NORM", "update", unit, "grad", size, landed, (), (), target, "")
         self._norms.append(norm)
         self._grad_landed[unit] = norm
-        if plan.units[unit].grads == "disk":
+        if self._plan.units[unit].grads == "disk":
             self._grad_landed[unit] = self._build.add(
-                "WRITE", "write", unit, "grad", size, [norm], (), (lease,), lease, HOME
+                "WRITE", "write", unit, "grad", size, [norm], (), (target,), target, HOME
             )
-        elif plan.update == "overlap":
+        elif self._plan.update == "overlap":
             self._emit_update(unit, norm, target)
 
     def _emit_serial_updates(self) -> None:
@@ -443,7 +452,7 @@ class Lowering:
                         stop=stop,
                     )
                 )
-        if where.weights == "device":
+        if where.weights == "device" and where.states != "device":
             self._emit_refresh(unit, last_update)
 
     def _emit_refresh(self, unit: int, updated: int) -> None:

@@ -20,8 +20,10 @@ def residents(model: ModelProfile, placement: Placement, unit: int) -> Residents
     device = host = 0
     if where.weights == "device":
         device += profile.weight_bytes
-        if unit == model.resident_unit:
+        if unit == model.resident_unit or where.states == "device":
             device += profile.grad_bytes
+    if where.states == "device":
+        device += profile.state_bytes
     if where.weights == "host" or (where.weights == "device" and where.states in ("host", "none")):
         host += profile.weight_bytes
     if where.states == "host":
@@ -32,7 +34,7 @@ def residents(model: ModelProfile, placement: Placement, unit: int) -> Residents
 
 
 def grads_at_home(placement: Placement, unit: int) -> bool:
-    """Whether the unit has a gradient buffer of its own: the update, or another backward, comes later."""
+    """Whether the unit has a host gradient buffer of its own: the update, or another backward, comes later."""
     waits = placement.update == "serial" or placement.accumulation > 1
     return waits and placement.units[unit].grads == "host"
 

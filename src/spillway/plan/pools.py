@@ -65,7 +65,7 @@ class SlabNames:
         plan = self._placement
         for index, unit in enumerate(self._model.units):
             where = plan.units[index]
-            trained = unit.num_trainable > 0
+            trained = unit.num_trainable > 0 and where.states != "device"
             if where.weights != "device":
                 need(self.slot(index), "device", unit.weight_bytes, plan.window)
             if where.weights == "disk":

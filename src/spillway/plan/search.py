@@ -95,10 +95,13 @@ class _Planner:
         self._device_is_host = hardware.device == "cpu"
         self._element_bytes = state_bytes_per_element(model)
         for name, tier in (("weights", request.weights), ("states", request.states)):
-            if tier not in ("auto", "device", "host", "disk") or (name, tier) == ("states", "device"):
-                raise UsageError(f"{name}='{tier}' is not one of auto, {'device, ' * (name == 'weights')}host, disk")
+            if tier not in ("auto", "device", "host", "disk"):
+                raise UsageError(f"{name}='{tier}' is not one of auto, device, host, disk")
             if tier == "disk" and not request.has_store:
                 raise UsageError(f"{name}='disk' needs a store: give the path of a directory on a fast drive")
+
+        if request.states == "device" and request.weights not in ("auto", "device"):
+            raise UsageError(f"states='device' needs the weights there too, not weights='{request.weights}'")
 
     def deepest(self) -> _Candidate:
         """The deepest pipeline that fits with everything as far from the device as the user allows."""
@@ -125,12 +128,12 @@ class _Planner:
         return candidate if self._worth_it(candidate) else before_states
 
     def _worth_it(self, candidate: _Candidate) -> bool:
-        """States in host memory save traffic and wear, but steps between saved points can be lost. Unless the user
+        """States in memory save traffic and wear, but steps between saved points can be lost. Unless the user
         said so, that is not done for a small share of them."""
         if self._request.states != "auto" or not self._request.has_store:
             return True
         sizes = [
-            (unit.state_bytes, where.states == "host")
+            (unit.state_bytes, where.states != "disk")
             for unit, where in zip(self._model.units, candidate.placement.units, strict=True)
         ]
         on_host = sum(size for size, host in sizes if host)
@@ -145,8 +148,10 @@ class _Planner:
             )
         weights = far if request.weights == "auto" else request.weights
         states = far if request.states == "auto" else request.states
+        if states == "device":
+            weights = "device"
         waits = self._update == "serial" and request.accumulation == 1
-        grads = far if waits else "host"
+        grads = "device" if states == "device" else far if waits else "host"
         units = []
         for index, unit in enumerate(self._model.units):
             resident = index == self._model.resident_unit
@@ -171,9 +176,15 @@ class _Planner:
             for unit, where in enumerate(start.units):
                 if where.states != "none":
                     yield _Upgrade("states", unit, "host")
-        if self._request.weights == "auto" and not self._device_is_host:
+        if self._device_is_host:
+            return
+        if self._request.weights == "auto":
             for unit in range(len(start.units)):
                 yield _Upgrade("weights", unit, "device")
+        if self._request.weights in ("auto", "device") and self._request.states == "auto":
+            for unit, where in enumerate(start.units):
+                if where.states != "none":
+                    yield _Upgrade("states", unit, "device")
 
     def _candidate(self, placement: Placement) -> _Candidate:
         pools = SlabNames(self._model, placement, self._element_bytes).all()
@@ -220,7 +231,10 @@ class _Upgrade:
         if self.part == "weights" and where.weights != "device":
             units[self.index] = replace(where, weights=self.tier)
         elif self.part == "states":
-            units[self.index] = replace(where, states=self.tier)
+            if self.tier == "device":
+                units[self.index] = UnitPlacement("device", "device", "device")
+            else:
+                units[self.index] = replace(where, states=self.tier)
         elif self.part == "grads":
             units[self.index] = replace(where, grads=self.tier)
         return replace(placement, units=tuple(units))

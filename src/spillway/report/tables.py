@@ -35,7 +35,9 @@ def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_
     weights = ", ".join(
         _count(units, "weights", tier) for tier in ("device", "host", "disk") if _any(units, "weights", tier)
     )
-    states = ", ".join(_count(trained, "states", tier) for tier in ("host", "disk") if _any(trained, "states", tier))
+    states = ", ".join(
+        _count(trained, "states", tier) for tier in ("device", "host", "disk") if _any(trained, "states", tier)
+    )
     host = "host (device included)" if device == "cpu" else "host"
     console.print(
         f"model state {format_size(state_bytes)} in {len(units)} units · weights: {weights} · states: {states}"

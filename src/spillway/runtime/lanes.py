@@ -110,6 +110,12 @@ class LaneWorker:
         if not (op.target != HOME and home.grad is not None):
             home.has_grad = True
 
+    def _grad_at(self, op: Op, home: UnitHome) -> torch.Tensor | None:
+        """The gradient an operation works on: its lease, or where the unit keeps it."""
+        if op.source != HOME:
+            return self._buffer(op.source)
+        return home.device_grad if home.where.states == "device" else home.grad
+
     def _accumulate(self, op: Op, home: UnitHome, events: list[object]) -> None:
         if op.unit not in self.step.fresh or home.grad is None:
             return
@@ -128,7 +134,7 @@ class LaneWorker:
         home = self._homes.units[op.unit]
         if not home.has_grad:
             return
-        grad = home.grad if op.source == HOME else self._buffer(op.source)
+        grad = self._grad_at(op, home)
         invariant(grad is not None, f"unit {op.unit} has no gradient at rest")
         if grad is None:
             return
@@ -157,7 +163,7 @@ class LaneWorker:
         if not home.has_grad:
             return  # nothing reached this unit: as in PyTorch, it is left alone
         slab = None if op.target == HOME else self._buffer(op.target)
-        grad = home.grad if op.source == HOME else self._buffer(op.source)
+        grad = self._grad_at(op, home)
         arrays = SlabRange(home, op.start, op.stop).arrays(slab, grad)
         self.step.in_place |= home.weight is not None or home.state is not None
         for start, stop, group in self._segments[op.unit]:

@@ -368,13 +368,25 @@ class Session:
         start = executor.begin_compute(op)
         grads = None
         if op.target:
-            grads = self._pools().buffer(op.target)
-            if op.unit not in worker.step.fresh:
-                grads[: self.units[op.unit].layout.grad_bytes].zero_()
-            worker.step.fresh.add(op.unit)
+            grads = self._open_gradient(op, worker)
         with self._bound_leaves(self.units[op.unit], op, grads):
             yield
         executor.end_compute(op, start)
+
+    def _open_gradient(self, op: Op, worker: LaneWorker) -> torch.Tensor:
+        """Where the unit's gradients are summed: zero before the first call of this backward, or, where they stay on
+        the device, of this optimizer step."""
+        home = self.store.homes.units[op.unit]
+        stays = op.target == HOME
+        grads = home.device_grad if stays else self._pools().buffer(op.target)
+        if grads is None:
+            raise AssertionError(f"{self.units[op.unit].name} has no gradient buffer on the device")
+        if not (home.has_grad if stays else op.unit in worker.step.fresh):
+            grads[: self.units[op.unit].layout.grad_bytes].zero_()
+        if stays:
+            home.has_grad = True
+        worker.step.fresh.add(op.unit)
+        return grads
 
     def keep_inputs(self, index: int, call: FlatCall, tensors: list[torch.Tensor]) -> list[torch.Tensor | StoredInput]:
         """Hand the call's own inputs to the activation store; what is returned stays with autograd."""
@@ -432,8 +444,10 @@ class Session:
         executor, worker = self._parts()
         try:
             while (op := executor.upcoming_compute()) is not None:
-                if op.call < 0 and self._resident_has_grad(op.unit):
+                if op.call < 0 and not self.units[op.unit].members:
                     worker.step.fresh.add(op.unit)
+                    home = self.store.homes.units[op.unit]
+                    home.has_grad |= home.where.states == "device"
                 executor.skip_compute(op)
         finally:
             self._unbind_resident()
@@ -468,7 +482,7 @@ class Session:
     def _bind_resident(self) -> None:
         for unit, home in zip(self.units, self.store.homes.units, strict=True):
             if not unit.members and home.device_weight is not None:
-                if home.device_grad is not None:
+                if home.device_grad is not None and not (home.where.states == "device" and home.has_grad):
                     home.device_grad.zero_()
                 bind_for_step(unit, home.device_weight, home.device_grad)
 
@@ -476,9 +490,6 @@ class Session:
         for unit in self.units:
             if not unit.members:
                 bind(unit, self._placeholders)
-
-    def _resident_has_grad(self, unit: int) -> bool:
-        return not self.units[unit].members
 
     def _parts(self) -> tuple[Executor, LaneWorker]:
         if self._executor is None or self._worker is None:

@@ -63,7 +63,7 @@ class UnitPlacement:
 
     weights: str
     states: str
-    grads: str  # host, or disk where gradients that wait for the norm do not fit
+    grads: str  # host; disk where gradients that wait for the norm do not fit; device where the states are
 
 
 @dataclass(frozen=True, slots=True)

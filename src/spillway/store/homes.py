@@ -21,8 +21,8 @@ class UnitHome:
 
     layout: UnitLayout
     where: UnitPlacement
-    weight: torch.Tensor | None = None  # host
-    state: dict[str, torch.Tensor] | None = None  # host, by component
+    weight: torch.Tensor | None = None  # host, or the device where the states are there
+    state: dict[str, torch.Tensor] | None = None  # host or device, by component
     grad: torch.Tensor | None = None  # host
     device_weight: torch.Tensor | None = None
     device_grad: torch.Tensor | None = None
@@ -154,23 +154,29 @@ class Homes:
         for home in self.units:
             home.written = None
 
-    def snapshot(self) -> None:
-        """Write units whose newest state is in host memory to their next extents, as part of a saved point."""
+    def snapshot(self, staging: torch.Tensor) -> None:
+        """Write units whose newest state is in memory to their next extents, as part of a saved point. `staging`: host
+        memory that what lies on the device passes through."""
         for home in self.units:
             where = home.where
-            if not home.extents or not home.layout.num_trainable or where.states != "host":
+            if not home.extents or not home.layout.num_trainable or where.states == "disk":
                 continue
             if where.weights == "disk" and home.current == home.committed:
                 continue  # no step since the last saved point
             # Weights on disk are already where this step wrote them; the states join them there.
             extent = home.extents[home.current if where.weights == "disk" else home.next_extent()]
-            moves = []
             for part in home.layout.components:
                 resting = home.weight if part.name == "weight" else (home.state or {}).get(part.name)
-                if resting is not None:
-                    place = Extent(extent.offset + part.offset, part.num_bytes)
-                    moves.append((place, resting[: part.num_bytes]))
-            self.need_disk().write_all(self.own_engine, moves)
+                if resting is None:
+                    continue
+                step = part.num_bytes if resting.device.type == "cpu" else staging.numel() // PAGE * PAGE
+                for start in range(0, part.num_bytes, step):
+                    size = min(step, part.num_bytes - start)
+                    piece = resting[start : start + size]
+                    if piece.device.type != "cpu":
+                        piece = staging[:size].copy_(piece)
+                    place = Extent(extent.offset + part.offset + start, size)
+                    self.need_disk().write_all(self.own_engine, [(place, piece)])
 
     def read_component(self, unit: int, name: str, start: int, stop: int, staging: torch.Tensor) -> torch.Tensor:
         """Bytes [start, stop) of one array of a unit, from wherever it rests; a view, valid until `staging` is used
@@ -178,7 +184,7 @@ class Homes:
         home = self.units[unit]
         resting = home.weight if name == "weight" else (home.state or {}).get(name)
         if resting is not None:
-            return resting[start:stop]
+            return resting[start:stop].cpu()
         part = home.layout.component(name)
         invariant(part is not None and bool(home.extents), f"unit {unit} has no {name} at rest")
         offset = 0 if part is None else part.offset

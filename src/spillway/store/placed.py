@@ -185,7 +185,14 @@ class PlacedStore:
             }
         if layout.num_trainable and grads_at_home(plan.placement, index):
             home.grad = self.arena.allocate(layout.grad_bytes, f"the gradient of {owner}")
-        if layout.num_trainable and index == profile.resident_unit:
+        if where.states == "device":
+            home.weight = home.device_weight
+            home.state = {
+                part.name: self._on_device(part.num_bytes).zero_()
+                for part in layout.components
+                if part.name != "weight"
+            }
+        if layout.num_trainable and (index == profile.resident_unit or where.states == "device"):
             home.device_grad = self._on_device(layout.grad_bytes)
         if where.weights == "disk" and not extents:
             raise DiskError(f"{owner} should rest on disk and there is no store path")
