@@ -35,7 +35,7 @@ demo: $(VENV)/.installed
 	@echo "The demo makes its own model (random weights) and trains it on the help topics every Python carries."
 	@test -f $(DEMO)/llama-128m/model.safetensors || $(BIN)/python examples/demo.py $(DEMO)
 	rm -rf $(DEMO)/run
-	$(BIN)/spillway train $(DEMO)/llama-128m $(DEMO)/text -o $(DEMO)/run --host-memory 1200MB --max-length 256 \
+	$(BIN)/spillway train $(DEMO)/llama-128m $(DEMO)/text -o $(DEMO)/run --host-memory 800MB --max-length 256 \
 	  --per-device-train-batch-size 2 --max-steps 50 --learning-rate 5e-4
 	@echo "look at $(DEMO)/run: plan.json, metrics.jsonl, trace.json (open it in ui.perfetto.dev), model/"
 

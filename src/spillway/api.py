@@ -1,5 +1,6 @@
 """The Python API: load, prepare, save."""
 
+import math
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from spillway.store.disk import free_bytes
 from spillway.store.placed import PlacedStore
 
 # What libraries, threads and the user's data still take after the plan was made.
-_PROCESS_RESERVE = 256 << 20
+_PROCESS_RESERVE = 160 << 20
 _DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
 
 
@@ -282,14 +283,26 @@ class _Planner:
         self._placed: Plan | None = None
         self._hardware: HardwareSpec | None = None
 
+    @property
     def hardware(self) -> HardwareSpec:
-        """This machine, measured when first asked for."""
+        """What the last plan was made for."""
         if self._hardware is None:
+            raise UsageError("nothing is planned before the first batch (or the example) is known")
+        return self._hardware
+
+    def _measure(self, profile: ModelProfile) -> HardwareSpec:
+        """This machine, measured once, with the widest unit and the longest call of the model."""
+        if self._hardware is None:
+            # A transformer block of width h has about 12 h^2 parameters.
+            hidden = math.isqrt(max((unit.num_params for unit in profile.units), default=0) // 12)
+            rows = profile.tokens // max((call.chunks for call in profile.calls if call.kind == "FORWARD"), default=1)
             self._hardware = measure(
                 self._device.torch_device,
                 self._dtype,
                 self._paths,
                 lambda target, source: self._device.copy("upload", target, source, []),
+                rows,
+                hidden,
             )
         return self._hardware
 
@@ -297,7 +310,7 @@ class _Planner:
         """The plan; once weights rest somewhere they stay there."""
         fixed = self._placed.placement.units if is_open and self._placed is not None else None
         request = replace(self._request, fixed=fixed)
-        plan = make_plan(profile, self.hardware(), self._budget, request)
+        plan = make_plan(profile, self._measure(profile), self._budget, request)
         if not is_open:
             self._placed = plan
         return plan

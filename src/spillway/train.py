@@ -366,7 +366,7 @@ class _Run:
         result = self._optimizer.last_result
         if result is not None:
             names = [unit.name for unit in parts.session.units]
-            predicted = simulate(self._plan.ops, self._plan.pools, parts.planner.hardware())
+            predicted = simulate(self._plan.ops, self._plan.pools, parts.planner.hardware)
             traces = {"measured (last step)": result.traces[-1], "predicted": predicted}
             write_chrome_trace(self._directory / "trace.json", traces, names)
         self._reporter.say(f"writing the model to {self._output}")

@@ -15,7 +15,9 @@ from spillway.store.arena import Arena
 
 _COPY_BYTES = 64 << 20
 _DISK_BYTES = 128 << 20
-_measured: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], HardwareSpec] = {}
+# Of the block that is measured: wider ones run at the same rate and would only take memory.
+_MAX_HIDDEN, _MAX_ROWS = {"cpu": 1536, "cuda": 4096}, {"cpu": 1024, "cuda": 8192}
+_measured: dict[tuple[torch.device, torch.dtype, tuple[int, ...], int, int], HardwareSpec] = {}
 
 
 def measure(
@@ -23,18 +25,23 @@ def measure(
     dtype: torch.dtype,
     paths: tuple[Path, ...],
     copy: Callable[[torch.Tensor, torch.Tensor], None],
+    rows: int,
+    hidden: int,
 ) -> HardwareSpec:
     """Rates of the device for `dtype`, of the links, of the drives under `paths`, and of the CPU's update.
 
-    `copy(target, source)` moves bytes between host and device and returns when they are there. Measured once per
-    process, device, dtype and set of drives.
+    `copy(target, source)` moves bytes between host and device and returns when they are there. `rows` tokens at a time
+    of width `hidden` are what the model computes. Measured once per process, device, dtype, set of drives and shape.
     """
     for path in paths:
         _make(path)
     drives = tuple(path.stat().st_dev for path in paths)
-    known = _measured.get((device, dtype, drives))
+    rows = min(max(rows, 16), _MAX_ROWS[device.type])
+    hidden = min(max(hidden // 64 * 64, 64), _MAX_HIDDEN[device.type])
+    key = (device, dtype, drives, rows, hidden)
+    known = _measured.get(key)
     if known is None:
-        known = _measured[device, dtype, drives] = _measure(device, dtype, paths, copy)
+        known = _measured[key] = _measure(device, dtype, paths, copy, rows, hidden)
     return known
 
 
@@ -43,13 +50,15 @@ def _measure(
     dtype: torch.dtype,
     paths: tuple[Path, ...],
     copy: Callable[[torch.Tensor, torch.Tensor], None],
+    rows: int,
+    hidden: int,
 ) -> HardwareSpec:
     host = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     there = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     read, write = _disk_rates(paths) if paths else (1e18, 1e18)
     return HardwareSpec(
         device.type,
-        _flops(device, dtype),
+        block_flops(device, dtype, rows, hidden),
         _COPY_BYTES / best_seconds(lambda: copy(there, host)),
         _COPY_BYTES / best_seconds(lambda: copy(host, there)),
         read,
@@ -71,21 +80,38 @@ def best_seconds(work: Callable[[], object], times: int = 3) -> float:
     return min(seconds)
 
 
-def _flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Of the two matrix products of a feed-forward block over a few hundred tokens."""
-    tokens, hidden = (512, 1024) if device.type == "cpu" else (4096, 4096)
+def block_flops(device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> float:
+    """FLOP/s of a transformer block as a step computes it: forward, and recomputation with backward. Only the matrix
+    products of the weights count as FLOPs, as in the model's profile."""
     # A generator of its own: what the user seeded must not move.
     source = torch.Generator(device).manual_seed(0)
-    x = torch.randn(tokens, hidden, device=device, generator=source).to(dtype)
-    up = torch.randn(hidden, 4 * hidden, device=device, generator=source).to(dtype)
-    down = torch.randn(4 * hidden, hidden, device=device, generator=source).to(dtype)
 
-    def block() -> None:
-        torch.nn.functional.silu(x @ up) @ down
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, generator=source).to(dtype).requires_grad_()
+
+    x, heads = made(rows, hidden), hidden // 64
+    project, back = made(hidden, 3 * hidden), made(hidden, hidden)
+    up, down = made(hidden, 6 * hidden), made(3 * hidden, hidden)
+    functional = torch.nn.functional
+
+    def forward() -> torch.Tensor:
+        parts = (functional.rms_norm(x, (hidden,)) @ project).chunk(3, -1)
+        query, key, value = (part.view(1, rows, heads, 64).transpose(1, 2) for part in parts)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        middle = x + mixed.transpose(1, 2).reshape(rows, hidden) @ back
+        gate, wide = (functional.rms_norm(middle, (hidden,)) @ up).chunk(2, -1)
+        return middle + (functional.silu(gate) * wide) @ down
+
+    def step() -> None:
+        with torch.no_grad():
+            forward()
+        with torch.enable_grad():
+            torch.autograd.grad(forward().sum(), [x, project, back, up, down])
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return 2 * 2 * tokens * hidden * 4 * hidden / best_seconds(block)
+    weights = sum(matrix.numel() for matrix in (project, back, up, down))
+    return 4 * 2 * rows * weights / best_seconds(step)
 
 
 def _update_rate() -> float:
