@@ -38,6 +38,13 @@ SPILLWAY_API const char* spillway_io_backend(void* engine);
 SPILLWAY_API int32_t spillway_io_run(void* engine, const spillway_transfer* transfers, uint64_t count,
                                      uint64_t block_bytes, uint64_t* failed);
 
+/* ---- Checksums ---- */
+
+/* Advances CRC-32C values over consecutive pieces of `data`: the first has first_bytes, the others piece_bytes, the last
+ * what is left. crcs[i] is the value of piece i so far (0 at its start) and is replaced. */
+SPILLWAY_API void spillway_crc32c(const void* data, uint64_t bytes, uint64_t first_bytes, uint64_t piece_bytes,
+                                  uint32_t* crcs, int32_t threads);
+
 /* ---- Optimizer ---- */
 
 enum { SPILLWAY_FLOAT32 = 0, SPILLWAY_BFLOAT16 = 1 };

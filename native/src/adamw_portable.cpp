@@ -1,3 +1,9 @@
 #include "adamw_kernel.inc"
 
-extern const Kernels kPortableKernels = {"portable", adamw_range, sum_squares_range};
+#if defined(__aarch64__)
+static const char* const kName = "neon";  // part of every 64-bit ARM, so the compiler uses it by itself
+#else
+static const char* const kName = "portable";
+#endif
+
+extern const Kernels kPortableKernels = {kName, adamw_range, sum_squares_range};

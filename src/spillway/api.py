@@ -17,7 +17,7 @@ from spillway.checkpoint.points import SavedPoints
 from spillway.checkpoint.save import MAX_SHARD_BYTES, save_weights
 from spillway.checkpoint.sources import DirectorySource, ModuleSource, WeightSource
 from spillway.hardware.limits import free_host_bytes, process_bytes
-from spillway.hardware.probe import measure
+from spillway.hardware.probe import measure, measure_shares
 from spillway.model.units import Unit, find_units
 from spillway.optim.config import AdamW
 from spillway.optim.optimizer import StreamingOptimizer
@@ -27,9 +27,10 @@ from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Plan
+from spillway.spec.plan import LAST_POINT, KeepPoints, Plan
 from spillway.spec.sizes import parse_size
-from spillway.store.disk import free_bytes
+from spillway.store.disk import Geometry, free_bytes
+from spillway.store.move import find_geometry, move
 from spillway.store.placed import PlacedStore
 
 # What libraries, threads and the user's data still take after the plan was made.
@@ -59,6 +60,7 @@ class Prepared:
     planner: "_Planner"
     origin: Path | None
     weight_bytes: int  # of all units, as loaded
+    extent_bytes: int  # of all units, as saved
     on_load: Callable[[int], None] | None = None  # told of the bytes of each window while weights are loaded
 
 
@@ -99,8 +101,8 @@ def prepare(
     weights: str = "auto",
     states: str = "auto",
     example: Mapping[str, Any] | None = None,
-    resume: bool = False,
-    keep_saved_points: bool = False,
+    resume: bool | str | os.PathLike[str] = False,
+    keep: KeepPoints = LAST_POINT,
 ) -> tuple[nn.Module, StreamingOptimizer]:
     """Let `model` train within the given memory; the loop around it stays as it is.
 
@@ -109,7 +111,9 @@ def prepare(
     ("24GB"); by default what is free. `micro_batch`: rows computed at a time inside each unit. `update`: "auto",
     "serial" or "overlap". `weights`, `states`: "auto", "device", "host" or "disk". `example`: keyword
     arguments of the longest batch to come; with it everything is planned and checked now, otherwise at the first
-    forward. `resume`: go on from the last saved point in `store`.
+    forward. `resume`: go on from the last saved point in `store`, or in the directory given; budgets, device and drives
+    may differ from those of the run that saved it. `keep`: how many saved points stay, and whether they are also made
+    where states rest in memory.
 
     Returns the same model, and the optimizer. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
     """
@@ -125,17 +129,17 @@ def prepare(
     source: WeightSource = (
         ModuleSource(in_memory) if origin is None else DirectorySource(origin.directory, model, aliases)
     )
-    budget = make_budget(compute, paths, device_memory, host_memory, disk_memory, _host_bytes(in_memory))
-    points = SavedPoints(paths[0] if paths else None, units, len(paths))
-    committed = points.find(resume)
+    points = SavedPoints(paths[0] if paths else None, units, keep.last)
+    geometry = _find_geometry(points, paths, resume)
+    budget = make_budget(compute, geometry, device_memory, host_memory, disk_memory, _host_bytes(in_memory))
     placed = PlacedStore(
         [unit.layout for unit in units],
-        paths,
+        geometry,
         budget,
         compute.allocate,
         compute.pin if compute.kind == "cuda" else None,
-        keep=committed is not None,
-        keeps_saved_points=keep_saved_points,
+        points.found,
+        keep,
     )
     request = PlanRequest(
         update,
@@ -144,7 +148,7 @@ def prepare(
         settings.max_grad_norm is not None,
         gradient_accumulation_steps,
         bool(paths),
-        keep_saved_points,
+        keep,
     )
     planner = _Planner(compute, units, paths, budget, request)
     session = Session(
@@ -158,24 +162,24 @@ def prepare(
         psutil.cpu_count(logical=True) or 1,
     )
     _move_buffers(model, compute)
-    streaming = StreamingOptimizer(
-        settings, session.placeholders, lambda: _finish(model), points.step if committed else 0
-    )
+    streaming = StreamingOptimizer(settings, session.placeholders, lambda: _finish(model), points.step)
     session.hypers = streaming.hypers
     session.max_grad_norm = settings.max_grad_norm
     session.segments = [_segments(unit, session, streaming) for unit in units]
 
     def fill(opened: PlacedStore) -> None:
-        if committed is not None:
-            points.restore(opened)
+        if points.found:
+            points.restore(opened, prepared(model).on_load)
+            streaming.num_steps = points.step
         else:
             load_weights(opened, units, source, prepared(model).on_load)
             points.begin(opened)
 
     placed.on_open = fill
     weight_bytes = sum(unit.layout.weight_bytes for unit in units)
+    extent_bytes = sum(unit.layout.extent_bytes for unit in units)
     directory = origin.directory if origin else None
-    _sessions[model] = Prepared(session, streaming, points, budget, planner, directory, weight_bytes)
+    _sessions[model] = Prepared(session, streaming, points, budget, planner, directory, weight_bytes, extent_bytes)
     _adapt(model, session)
     if example is not None:
         session.open((), dict(example))
@@ -239,7 +243,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def make_budget(
     device: Device,
-    paths: tuple[Path, ...],
+    geometry: Geometry | None,
     device_memory: str | int | None,
     host_memory: str | int | None,
     disk_memory: str | int | None,
@@ -256,7 +260,11 @@ def make_budget(
         free = host if device.kind == "cpu" else torch.cuda.mem_get_info(device.torch_device)[0]
         have_device = int(0.95 * free) if device.kind != "cpu" else free
     disk = _size(disk_memory, "disk_memory")
-    free_disk = len(paths) * min((free_bytes(path) for path in paths), default=0)
+    free_disk = 0
+    if geometry is not None:
+        row = sum(geometry.shares)
+        drives = zip(geometry.paths, geometry.shares, strict=True)
+        free_disk = min(free_bytes(Path(path)) * row // share for path, share in drives)
     return Budget(have_device, host, free_disk if disk is None else min(disk, free_disk), process)
 
 
@@ -322,6 +330,28 @@ def _finish(model: nn.Module) -> Any:
     parts.optimizer.num_steps += 1
     parts.points.after_step(parts.session.store, parts.optimizer.num_steps)
     return result
+
+
+def _find_geometry(
+    points: SavedPoints, paths: tuple[Path, ...], resume: bool | str | os.PathLike[str]
+) -> Geometry | None:
+    """How the store is cut over its drives: as it was, or, for a new or moved one, by their measured speed."""
+    if not paths:
+        return None
+    if isinstance(resume, (str, os.PathLike)):
+        points.directory = Path(resume)
+    found = points.find(bool(resume))
+    if not found:
+        points.directory = paths[0]
+        return Geometry(tuple(map(str, paths)), measure_shares(paths))
+    geometry = find_geometry(found[0], paths)
+    if geometry is None and points.directory is not None:
+        move(points.directory, found[0], paths, measure_shares(paths))
+        points.directory = paths[0]
+        geometry = points.find(True)[0].geometry
+    if geometry is not None:
+        points.directory = Path(geometry.paths[0])
+    return geometry
 
 
 def _store_paths(store: Any) -> tuple[Path, ...]:

@@ -7,11 +7,13 @@ training goes on, slower; `load_problem()` says why, and the report says it once
 import ctypes
 import functools
 import os
+import zlib
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 _LIBRARY = "libspillway_native.so"
 FLOAT32, BFLOAT16 = 0, 1
 
@@ -92,6 +94,15 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64),
     )
+    library.spillway_crc32c.restype = None
+    library.spillway_crc32c.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.c_void_p,
+        ctypes.c_int32,
+    )
     library.spillway_adamw.restype = ctypes.c_int32
     library.spillway_adamw.argtypes = (ctypes.POINTER(AdamWArgs), ctypes.c_int32)
     library.spillway_sum_squares.restype = ctypes.c_double
@@ -128,6 +139,26 @@ def sum_squares(address: int, dtype: int, numel: int, threads: int) -> float:
     if library is None:
         raise ValueError("the native library is not loaded")
     return float(library.spillway_sum_squares(address, dtype, numel, threads))
+
+
+def checksum_name() -> str:
+    """What `checksum` computes: 'crc32c', or zlib's 'crc32' without the native library."""
+    return "crc32" if _load()[0] is None else "crc32c"
+
+
+def checksum(address: int, num_bytes: int, first: int, piece: int, values: "array[int]", at: int, threads: int) -> None:
+    """Advance `values[at:]` over consecutive pieces of memory: the first of `first` bytes, the others of `piece`."""
+    library = _load()[0]
+    if library is not None:
+        library.spillway_crc32c(
+            address, num_bytes, first, piece, values.buffer_info()[0] + at * values.itemsize, threads
+        )
+        return
+    memory = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+    done, size = 0, first
+    while done < num_bytes:
+        values[at] = zlib.crc32(memory[done : done + size], values[at])
+        done, size, at = done + size, piece, at + 1
 
 
 class DiskEngine:

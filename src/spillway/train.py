@@ -35,9 +35,10 @@ from spillway.report.tables import RunSummary, print_plan, print_summary
 from spillway.spec.errors import DiskError, Interrupted, NonFinite, UsageError
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
+from spillway.spec.plan import KeepPoints
 from spillway.spec.sizes import format_size
 from spillway.store.disk import free_bytes
-from spillway.store.manifest import load_manifest
+from spillway.store.manifest import load_manifest, manifest_files
 
 
 @dataclass(slots=True)
@@ -116,8 +117,8 @@ class _Run:
             update=options.update,
             weights=options.weights,
             states=options.states,
-            resume=resumed,
-            keep_saved_points=True,
+            resume=self._saved_in if resumed else False,
+            keep=KeepPoints(options.save_total_limit, True),
         )
         self._model = model
         self._parts: Prepared = prepared(model)
@@ -125,9 +126,12 @@ class _Run:
         session = self._parts.session
         self._device = session.device.torch_device
         longest = {key: tensor.to(self._device) for key, tensor in self._batches.longest().items()}
-        with self._reporter.counting("loading weights", self._parts.weight_bytes) as counter:
+        total = self._parts.extent_bytes if resumed else self._parts.weight_bytes
+        with self._reporter.counting("checking the saved point" if resumed else "loading weights", total) as counter:
             self._parts.on_load = counter.advance
             session.open((), longest)
+        for warning in self._parts.points.warnings:
+            say(f"warning: {warning}")
         if resumed:
             self._resume()
         self._write_plan()
@@ -154,7 +158,8 @@ class _Run:
 
     def _find_resume(self) -> bool:
         """Whether there is a saved point of this very run. Raises UsageError where it is of another."""
-        found = load_manifest(self._stores[0]) if self._stores[0].exists() else None
+        self._saved_in = next((path for path in self._where_saved() if manifest_files(path)), self._stores[0])
+        found = load_manifest(self._saved_in)
         if found is None:
             if self._options.resume_from_checkpoint:
                 raise UsageError(f"there is no saved point in {self._stores[0]} to resume from: leave the option out")
@@ -167,6 +172,15 @@ class _Run:
                     f"({_short(saved.get(name))}, now {_short(value)}): give the same one, or another --output-dir"
                 )
         return True
+
+    def _where_saved(self) -> list[Path]:
+        """Directories that may hold the saved points: the first store path of now, and that of last time."""
+        try:
+            values = json.loads((self._directory / "config.json").read_text())
+            before = [Path(path) for path in values["store"]["value"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            before = []
+        return [*self._stores, *before, self._directory / "store"]
 
     def _describe(self) -> dict[str, Any]:
         """What must not change for a resumed run to be the same run."""

@@ -11,7 +11,7 @@ from spillway.native import DiskEngine, Transfer, TransferError
 from spillway.spec.errors import DiskError
 from spillway.store import disk as disk_module
 from spillway.store.arena import Arena
-from spillway.store.disk import Extent, StripedDisk
+from spillway.store.disk import Extent, Geometry, StripedDisk, even_geometry
 
 PAGE = 4096
 
@@ -42,7 +42,8 @@ def random_pages(pages: int, seed: int) -> torch.Tensor:
 def test_what_is_written_is_read_back_by_every_engine(
     tmp_path: Path, paths: int, extents: list[tuple[int, int]], seed: int
 ) -> None:
-    disk = StripedDisk(tuple(tmp_path / f"{paths}{index}" for index in range(paths)), keep=False)
+    names = tuple(str(tmp_path / f"{paths}{index}") for index in range(paths))
+    disk = StripedDisk(Geometry(names, (3, 1, 2)[:paths]), keep=False)
     disk.reserve(1300 * PAGE)
     writer, *_ = engines()
     for offset, pages in extents:
@@ -59,7 +60,7 @@ def test_what_is_written_is_read_back_by_every_engine(
 def test_fresh_space_reads_as_zeros_even_where_an_earlier_run_wrote(tmp_path: Path) -> None:
     engine = DiskEngine()
     for _ in range(2):
-        disk = StripedDisk((tmp_path,), keep=False)
+        disk = StripedDisk(even_geometry((tmp_path,)), keep=False)
         disk.reserve(16 * PAGE)
         back = random_pages(16, 3)
         disk.read(engine, Extent(0, 16 * PAGE), back)
@@ -69,15 +70,15 @@ def test_fresh_space_reads_as_zeros_even_where_an_earlier_run_wrote(tmp_path: Pa
 
 
 def test_a_store_in_use_is_refused(tmp_path: Path) -> None:
-    disk = StripedDisk((tmp_path,), keep=False)
+    disk = StripedDisk(even_geometry((tmp_path,)), keep=False)
     with pytest.raises(DiskError, match="in use by another run"):
-        StripedDisk((tmp_path,), keep=False)
+        StripedDisk(even_geometry((tmp_path,)), keep=False)
     disk.close()
-    StripedDisk((tmp_path,), keep=False).close()
+    StripedDisk(even_geometry((tmp_path,)), keep=False).close()
 
 
 def test_a_store_that_is_too_full_says_how_much_is_needed_and_free(tmp_path: Path) -> None:
-    disk = StripedDisk((tmp_path,), keep=False)
+    disk = StripedDisk(even_geometry((tmp_path,)), keep=False)
     with pytest.raises(DiskError, match=r"needs .* TB and has .* free"):
         disk.reserve(1 << 50)
     disk.close()
@@ -86,7 +87,7 @@ def test_a_store_that_is_too_full_says_how_much_is_needed_and_free(tmp_path: Pat
 def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match="cannot be written"):
-        StripedDisk((tmp_path / "file",), keep=False)
+        StripedDisk(even_geometry((tmp_path / "file",)), keep=False)
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -104,7 +105,7 @@ def test_reading_past_the_end_names_the_failing_transfer(tmp_path: Path, number:
 
 
 def test_a_failed_write_names_path_and_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = StripedDisk((tmp_path,), keep=False)
+    disk = StripedDisk(even_geometry((tmp_path,)), keep=False)
     disk.reserve(8 * PAGE)
 
     class Broken(DiskEngine):

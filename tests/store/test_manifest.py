@@ -1,19 +1,31 @@
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from spillway.spec.errors import DiskError
-from spillway.store.manifest import Manifest, UnitRecord, load_manifest, save_manifest
+from spillway.store.disk import Geometry
+from spillway.store.manifest import (
+    Manifest,
+    UnitRecord,
+    load_manifest,
+    load_manifests,
+    manifest_files,
+    save_manifest,
+)
 
-MANIFEST = Manifest(3, (UnitRecord("a", 4096, 8192),), 1, "abc", {"cpu": "00ff"}, {"position": "{}"})
+GEOMETRY = Geometry(("a", "b"), (2, 1))
+MANIFEST = Manifest(
+    3, (UnitRecord("a", 4096, 8192, "AAAA"),), GEOMETRY, "crc32c", "abc", {"cpu": "00ff"}, {"position": "{}"}
+)
 
 
 def test_a_manifest_survives_and_is_replaced_whole(tmp_path: Path) -> None:
     assert load_manifest(tmp_path) is None
     save_manifest(tmp_path, MANIFEST)
     assert load_manifest(tmp_path) == MANIFEST
-    assert [file.name for file in tmp_path.iterdir()] == ["manifest.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["step-00000003.json"]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +38,20 @@ def test_a_manifest_survives_and_is_replaced_whole(tmp_path: Path) -> None:
 )
 def test_a_damaged_or_foreign_manifest_is_named(tmp_path: Path, damage: object, message: str) -> None:
     save_manifest(tmp_path, MANIFEST)
-    path = tmp_path / "manifest.json"
+    path = tmp_path / "step-00000003.json"
     path.write_text(damage(path.read_text()))  # type: ignore[operator]
-    with pytest.raises(DiskError, match=f"manifest.json.*{message}"):
+    with pytest.raises(DiskError, match=f"step-00000003.json.*{message}"):
         load_manifest(tmp_path)
+
+
+def test_the_last_few_stay_and_a_damaged_one_is_stepped_over(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save_manifest(tmp_path, dataclasses.replace(MANIFEST, step=step), keep_last=3)
+    assert [step for step, _ in manifest_files(tmp_path)] == [5, 4, 3]
+    (tmp_path / "step-00000005.json").write_text("{")
+    good, bad = load_manifests(tmp_path)
+    assert [manifest.step for manifest in good] == [4, 3]
+    assert len(bad) == 1 and "step-00000005.json is damaged" in bad[0]
+    # Training went on from step 3: what was saved after it is of another past.
+    save_manifest(tmp_path, dataclasses.replace(MANIFEST, step=4), keep_last=3)
+    assert [step for step, _ in manifest_files(tmp_path)] == [4, 3]

@@ -8,10 +8,13 @@ from spillway.checkpoint.sources import WeightSource
 from spillway.model.units import Unit
 from spillway.optim.update import split_master
 from spillway.spec.sizes import align
+from spillway.store.checks import PIECE_ELEMENTS
 from spillway.store.layout import PAGE, TensorPlace, UnitLayout
 from spillway.store.placed import PlacedStore
 
 _WINDOW_BYTES = 64 << 20
+# Windows of lower halves, some of which stay zero, are whole pieces of the checksums.
+_PIECE_BYTES = 2 * PIECE_ELEMENTS
 
 
 def load_weights(
@@ -23,7 +26,7 @@ def load_weights(
     with the bytes of each window.
     """
     staging = store.staging(2 * _WINDOW_BYTES, "loading weights")
-    half = staging.numel() // 2 // PAGE * PAGE
+    half = staging.numel() // 2 // _PIECE_BYTES * _PIECE_BYTES
     for index, unit in enumerate(units):
         layout = unit.layout
         for start in range(0, layout.weight_bytes, half):

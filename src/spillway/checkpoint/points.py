@@ -1,79 +1,86 @@
 """Saved points: what is committed, when, and how a run goes on from it."""
 
 import hashlib
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from spillway import native
 from spillway.model.units import Unit
 from spillway.spec.errors import DiskError, UsageError
-from spillway.store.manifest import Manifest, UnitRecord, load_manifest, save_manifest
+from spillway.spec.sizes import align
+from spillway.store.checks import ExtentChecks
+from spillway.store.homes import UnitHome
+from spillway.store.layout import PAGE
+from spillway.store.manifest import Manifest, UnitRecord, load_manifests, save_manifest
 from spillway.store.placed import PlacedStore
 
+_WINDOW_BYTES = 64 << 20
 
+
+@dataclass(slots=True)
 class SavedPoints:
-    """Commits the state of training to the manifest of a store, and restores it.
+    """Commits the state of training to the manifests of a store, and restores it.
 
     Where every trained unit rests on disk each step is a saved point and costs nothing but a sync. Where states rest in
     host memory a saved point is written when `save` is called.
     """
 
-    def __init__(self, directory: Path | None, units: tuple[Unit, ...], num_paths: int) -> None:
-        self._directory = directory
-        self._units = units
-        self._num_paths = num_paths
-        self._found: Manifest | None = None
-        self.run: dict[str, str] = {}  # what the training loop wants back, as JSON texts
-        self.saved_step = 0
+    directory: Path | None
+    units: tuple[Unit, ...]
+    keep_last: int = 1
+    found: tuple[Manifest, ...] = ()  # the newest first
+    run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
+    saved_step: int = 0
+    warnings: list[str] = field(default_factory=list)  # saved points that could not be used, and why
 
     @property
     def step(self) -> int:
-        """Optimizer steps behind the saved point that was found."""
-        return 0 if self._found is None else self._found.step
+        """Optimizer steps behind the saved point that is gone on from."""
+        return self.found[0].step if self.found else 0
 
     @property
     def found_run(self) -> dict[str, str]:
         """What the training loop had saved with it."""
-        return {} if self._found is None else self._found.run
+        return self.found[0].run if self.found else {}
 
-    def find(self, resume: bool) -> Manifest | None:
-        """The saved point to go on from. Raises UsageError where one would be overwritten, DiskError where it is of
-        another model."""
-        found = load_manifest(self._directory) if self._directory is not None else None
-        if found is None:
-            return None
+    def find(self, resume: bool) -> tuple[Manifest, ...]:
+        """The saved points to go on from. Raises UsageError where one would be overwritten, DiskError where they are
+        of another model or none can be read."""
+        good, bad = load_manifests(self.directory) if self.directory is not None else ([], [])
+        if not good and not bad:
+            return ()
         if not resume:
             raise UsageError(
-                f"{self._directory} holds step {found.step} of an earlier run: resume it, or choose another store"
+                f"{self.directory} holds {f'step {good[0].step} of ' if good else ''}an earlier run: resume it, or "
+                f"choose another store"
             )
-        if found.model_fingerprint != self._fingerprint():
-            raise DiskError(f"{self._directory} holds a run of another model: choose another store, or that model")
-        if found.num_paths != self._num_paths:
-            raise DiskError(
-                f"{self._directory} was striped over {found.num_paths} store path(s) and {self._num_paths} are given: "
-                f"give the same --store paths in the same order"
-            )
-        self._found = found
-        self.run = dict(found.run)
-        self.saved_step = found.step
-        return found
+        if not good:
+            raise DiskError(bad[0])
+        if good[0].model_fingerprint != fingerprint(self.units):
+            raise DiskError(f"{self.directory} holds a run of another model: choose another store, or that model")
+        self.warnings += bad
+        self._use(tuple(good[: self.keep_last]))
+        return self.found
 
     def begin(self, store: PlacedStore) -> None:
-        """The weights are at rest for the first time: the start of training is a saved point too."""
+        """The weights are at rest for the first time: no manifest names them yet, but no step may overwrite them
+        before one does."""
         for home in store.homes.units:
-            home.committed = home.current if home.extents else None
+            home.saved = (home.current,) if home.extents else ()
 
     def after_step(self, store: PlacedStore, step: int) -> None:
         """Commit, where every step is a saved point."""
-        if self._directory is not None and self.every_step(store):
+        if self.directory is not None and self.every_step(store):
             self._commit(store, step)
 
     def save(self, store: PlacedStore, step: int) -> None:
         """Make the end of this step a saved point, also where states rest in host memory."""
-        if self._directory is None or step == self.saved_step:
+        if self.directory is None or step == self.saved_step:
             return
-        store.homes.snapshot(store.staging(64 << 20, "writing a saved point"))
+        store.homes.snapshot(store.staging(_WINDOW_BYTES, "writing a saved point"))
         store.homes.need_disk().sync()
         store.homes.flip()
         self._commit(store, step)
@@ -83,56 +90,115 @@ class SavedPoints:
         trained = [home for home in store.homes.units if home.layout.num_trainable]
         return all(home.where.states == "disk" for home in trained)
 
-    def restore(self, store: PlacedStore) -> None:
-        """Bring the store to the saved point: which extents count, and what rests in memory."""
-        found = self._found
-        if found is None:
-            raise AssertionError("there is no saved point to restore")
-        homes = store.homes
-        for index, (home, record) in enumerate(zip(homes.units, found.units, strict=True)):
-            offsets = [extent.offset for extent in home.extents]
-            if record.offset not in offsets or record.num_bytes != home.layout.extent_bytes:
-                raise DiskError(
-                    f"{self._directory} was laid out for another placement of {self._units[index].name}: resume with "
-                    f"the memory budgets and options of the first run"
-                )
-            home.current = home.committed = offsets.index(record.offset)
-            for part in home.layout.components:
-                resting = home.weight if part.name == "weight" else (home.state or {}).get(part.name)
-                on_device = home.device_weight if part.name == "weight" else None
-                if resting is None and on_device is None:
-                    continue
-                staging = store.staging(64 << 20, "resuming")
-                step = staging.numel() // 4096 * 4096
-                for start in range(0, part.num_bytes, step):
-                    size = min(step, part.num_bytes - start)
-                    content = homes.read_extent(index, part, start, staging[:size])
-                    for target in (resting, on_device):
-                        if target is not None:
-                            target[start : start + size].copy_(content)
-        for device, state in found.rng.items():
+    def restore(self, store: PlacedStore, progress: Callable[[int], None] | None = None) -> None:
+        """Bring the store to the newest saved point whose every byte is as it was written: which extents count, and
+        what rests in memory. `progress` is called with bytes read. Raises DiskError where none is whole."""
+        while True:
+            manifest = self.found[0]
+            try:
+                for index in range(len(self.units)):
+                    _restore_unit(store, manifest, index, progress)
+                break
+            except DiskError as error:
+                if len(self.found) == 1:
+                    raise
+                self.warnings.append(f"step {manifest.step} is not used: {error}")
+                self._use(self.found[1:])
+        for index, home in enumerate(store.homes.units):
+            home.saved = tuple(_extent_of(home, point.units[index]) for point in self.found)
+            _copy_frozen(store, index)
+            for point, extent in zip(self.found[1:], home.saved[1:], strict=True):
+                home.checks[extent] = ExtentChecks.from_text(home.layout, point.units[index].checks)
+        for device, state in self.found[0].rng.items():
             _set_rng(device, torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
 
+    def _use(self, found: tuple[Manifest, ...]) -> None:
+        self.found = found
+        self.run = dict(found[0].run)
+        self.saved_step = found[0].step
+
     def _commit(self, store: PlacedStore, step: int) -> None:
-        if self._directory is None:
+        if self.directory is None:
             return
         units = tuple(
-            UnitRecord(unit.name, home.extents[home.current].offset, home.layout.extent_bytes)
-            for unit, home in zip(self._units, store.homes.units, strict=True)
+            UnitRecord(
+                unit.name,
+                home.extents[home.current].offset,
+                home.layout.extent_bytes,
+                home.checks[home.current].to_text(),
+            )
+            for unit, home in zip(self.units, store.homes.units, strict=True)
         )
-        manifest = Manifest(step, units, self._num_paths, self._fingerprint(), _rng(), dict(self.run))
-        save_manifest(self._directory, manifest)
+        geometry = store.homes.need_disk().geometry
+        name = native.checksum_name()
+        manifest = Manifest(step, units, geometry, name, fingerprint(self.units), _rng(), dict(self.run))
+        save_manifest(self.directory, manifest, self.keep_last)
+        self.found = (manifest, *self.found)[: self.keep_last]
         for home in store.homes.units:
-            home.committed = home.current
+            home.saved = (home.current, *home.saved)[: self.keep_last]
         self.saved_step = step
-        self._found = replace(manifest)
 
-    def _fingerprint(self) -> str:
-        described = [
-            (unit.name, [(p.name, p.shape, str(p.dtype), p.trainable) for p in unit.layout.places])
-            for unit in self._units
-        ]
-        return hashlib.sha256(repr(described).encode()).hexdigest()
+
+def fingerprint(units: tuple[Unit, ...]) -> str:
+    """Names, shapes and dtypes of every parameter, in short."""
+    described = [
+        (unit.name, [(p.name, p.shape, str(p.dtype), p.trainable) for p in unit.layout.places]) for unit in units
+    ]
+    return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+def _restore_unit(store: PlacedStore, manifest: Manifest, index: int, progress: Callable[[int], None] | None) -> None:
+    """Read the unit's extent once: into memory what rests there, and through the checksums all of it."""
+    home, record = store.homes.units[index], manifest.units[index]
+    home.current = _extent_of(home, record)
+    found = ExtentChecks(home.layout)
+    staging = store.staging(_WINDOW_BYTES, "resuming")
+    step = staging.numel() // PAGE * PAGE
+    for part in home.layout.components:
+        resting = home.weight if part.name == "weight" else (home.state or {}).get(part.name)
+        on_device = home.device_weight if part.name == "weight" else None
+        for start in range(0, part.num_bytes, step):
+            size = min(step, part.num_bytes - start)
+            content = store.homes.read_extent(index, part, start, staging[:size])
+            found.feed(part.offset + start, content)
+            for target in (resting, on_device):
+                if target is not None:
+                    target[start : start + size].copy_(content)
+            if progress is not None:
+                progress(size)
+    if manifest.checksum == native.checksum_name():
+        expected = ExtentChecks.from_text(home.layout, record.checks)
+        difference = expected.first_difference(found)
+        if difference is not None:
+            offset, size = difference
+            file, at = store.homes.need_disk().where(record.offset + offset)
+            raise DiskError(
+                f"{file} is damaged at offset {at} ({size} bytes of {record.name}): it is not what step "
+                f"{manifest.step} wrote; restore the file or start a new run"
+            )
+    home.checks[home.current] = found
+
+
+def _copy_frozen(store: PlacedStore, index: int) -> None:
+    """Frozen parameters are written once: extents that no saved point names get theirs now."""
+    home = store.homes.units[index]
+    part = home.layout.component("weight")
+    others = [extent for extent in range(len(home.extents)) if extent not in home.saved]
+    if part is None or not others:
+        return
+    for extent in others:
+        home.checks[extent].copy_from(home.checks[home.current])
+    trained = align(home.layout.num_trainable * part.element_bytes, PAGE)
+    staging = store.staging(_WINDOW_BYTES, "resuming")
+    step = staging.numel() // PAGE * PAGE
+    for start in range(trained, part.num_bytes, step):
+        content = store.homes.read_extent(index, part, start, staging[: min(step, part.num_bytes - start)])
+        for extent in others:
+            store.homes.write_extent(index, extent, part, start, content)
+
+
+def _extent_of(home: UnitHome, record: UnitRecord) -> int:
+    return [extent.offset for extent in home.extents].index(record.offset)
 
 
 def _rng() -> dict[str, str]:
@@ -145,5 +211,5 @@ def _rng() -> dict[str, str]:
 def _set_rng(device: str, state: torch.Tensor) -> None:
     if device == "cpu":
         torch.set_rng_state(state)
-    else:
+    elif torch.cuda.is_available():
         torch.cuda.set_rng_state(state)

@@ -31,6 +31,7 @@ FIRST_PAGE = {
     "resume_from_checkpoint": "Insist on a saved point. (The same command again goes on by itself.)",
 }
 MORE = {
+    "save_total_limit": "Saved points kept on disk; a damaged one is then stepped over.",
     "max_grad_norm": "Clip by the exact global norm; 0 turns it off and lets updates overlap backward.",
     "weight_decay": "Decoupled weight decay; norms and biases are never decayed.",
     "adam_beta1": "AdamW's beta 1.",

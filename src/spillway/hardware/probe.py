@@ -1,5 +1,6 @@
 """Measures this machine, in about a second: enough to predict a step."""
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from spillway.store.arena import Arena
 
 _COPY_BYTES = 64 << 20
 _DISK_BYTES = 128 << 20
+_MOST_SHARES = 8
 # Of the block that is measured: wider ones run at the same rate and would only take memory.
 _MAX_HIDDEN, _MAX_ROWS = {"cpu": 1536, "cuda": 4096}, {"cpu": 1024, "cuda": 8192}
 _measured: dict[tuple[torch.device, torch.dtype, tuple[int, ...], int, int], HardwareSpec] = {}
@@ -151,6 +153,22 @@ def _disk_rates(paths: tuple[Path, ...]) -> tuple[float, float]:
             os.close(fd)
             file.unlink(missing_ok=True)
     return len(paths) * share / read, len(paths) * share / write
+
+
+def measure_shares(paths: tuple[Path, ...]) -> tuple[int, ...]:
+    """How many stripes of a row each path should take, by the time it needs to write and read a byte. Drives of about
+    the same speed, and paths on one drive, get one each."""
+    for path in paths:
+        _make(path)
+    if len({path.stat().st_dev for path in paths}) < len(paths) or len(paths) == 1:
+        return (1,) * len(paths)
+    rates = [1 / (1 / read + 1 / write) for read, write in (_disk_rates((path,)) for path in paths)]
+    fastest = max(rates)
+    shares = [max(1, round(_MOST_SHARES * rate / fastest)) for rate in rates]
+    if min(shares) >= _MOST_SHARES - 1:
+        return (1,) * len(paths)
+    divisor = math.gcd(*shares)
+    return tuple(share // divisor for share in shares)
 
 
 def _make(path: Path) -> None:

@@ -51,17 +51,17 @@ def peaks(
     pools: tuple[Pool, ...],
     process_bytes: int,
     device_is_host: bool,
-    extents: int,
+    extents: tuple[int, ...],
 ) -> TierPeaks:
     """Peak bytes per tier. With the CPU as device its memory is host memory too. `extents`: copies of each unit's state
-    kept on disk (0: there is no store)."""
+    kept on disk (0 without a store), per unit."""
     of_units = [residents(model, placement, unit) for unit in range(len(model.units))]
     device = sum(part.device for part in of_units) + working_bytes(model) + model.boundary_bytes
     device += sum(call.act_bytes for call, tier in zip(model.calls, placement.acts, strict=True) if tier == "device")
     device += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "device")
     host = process_bytes + sum(part.host for part in of_units)
     host += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "host")
-    disk = extents * sum(unit.weight_bytes + unit.state_bytes for unit in model.units)
+    disk = sum(count * (unit.weight_bytes + unit.state_bytes) for count, unit in zip(extents, model.units, strict=True))
     disk += sum(
         unit.grad_bytes for unit, where in zip(model.units, placement.units, strict=True) if where.grads == "disk"
     )

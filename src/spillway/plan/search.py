@@ -12,7 +12,7 @@ from spillway.plan.simulate import step_seconds
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Placement, Plan, Pool, TierPeaks, UnitPlacement
+from spillway.spec.plan import LAST_POINT, KeepPoints, Placement, Plan, Pool, TierPeaks, UnitPlacement
 from spillway.spec.sizes import format_size
 
 # Deepest pipeline first. Elements per subgroup: large enough for the drive, small enough that slabs stay cheap.
@@ -32,7 +32,7 @@ class PlanRequest:
     clip: bool = False
     accumulation: int = 1
     has_store: bool = True
-    keeps_saved_points: bool = True  # extents on disk for host-resident units too
+    keep: KeepPoints = LAST_POINT
     fixed: tuple[UnitPlacement, ...] | None = None  # units already rest somewhere: only the step is planned
 
 
@@ -43,16 +43,19 @@ class _Candidate:
     peaks: TierPeaks
 
 
-def extents_per_unit(placement: Placement, keeps_saved_points: bool) -> int:
-    """Copies of every unit on disk. Two where each step is a saved point: the last one and the one being written. Where
-    states also rest in host memory, saved points lie further apart and the step goes on writing beside them: three."""
-    all_on_disk = all(where.states in ("disk", "none") for where in placement.units)
+def extents_of_unit(placement: Placement, unit: int, keep: KeepPoints) -> int:
+    """Copies of a unit on disk. Those of the saved points that are kept and the one being written, where each step is a
+    saved point. Where states also rest in host memory, saved points lie further apart and the step goes on writing
+    beside the one that the next saved point will name: one more. A unit that is not trained never changes."""
     anything_on_disk = any("disk" in (where.weights, where.states) for where in placement.units)
+    all_on_disk = all(where.states in ("disk", "none") for where in placement.units)
+    if placement.units[unit].states == "none":
+        return 1 if anything_on_disk or keep.of_memory else 0
     if all_on_disk:
-        return 2
-    if not keeps_saved_points:
+        return keep.last + 1
+    if not keep.of_memory:
         return 2 if anything_on_disk else 0
-    return 3 if anything_on_disk else 2
+    return keep.last + 2 if anything_on_disk else keep.last + 1
 
 
 def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> Plan:
@@ -188,7 +191,10 @@ class _Planner:
 
     def _candidate(self, placement: Placement) -> _Candidate:
         pools = SlabNames(self._model, placement, self._element_bytes).all()
-        extents = extents_per_unit(placement, self._request.keeps_saved_points) if self._request.has_store else 0
+        extents = tuple(
+            extents_of_unit(placement, unit, self._request.keep) if self._request.has_store else 0
+            for unit in range(len(self._model.units))
+        )
         process = self._budget.process_bytes
         tiers = peaks(self._model, placement, pools, process, self._device_is_host, extents)
         return _Candidate(placement, pools, tiers)

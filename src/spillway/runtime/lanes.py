@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spillway.optim.update import Hyper, clip_scale, sum_squares, update_range
+from spillway.optim.update import Hyper, StateRange, clip_scale, sum_squares, update_range
 from spillway.runtime.device import Device
 from spillway.spec.errors import NonFinite, invariant
 from spillway.spec.plan import Op
@@ -160,11 +160,14 @@ class LaneWorker:
         self._homes.need_disk().read_all(self._homes.read_engine, moves)
 
     def _update(self, op: Op, home: UnitHome, events: list[object]) -> None:
-        if not home.has_grad:
-            return  # nothing reached this unit: as in PyTorch, it is left alone
         slab = None if op.target == HOME else self._buffer(op.target)
-        grad = self._grad_at(op, home)
-        arrays = SlabRange(home, op.start, op.stop).arrays(slab, grad)
+        part = SlabRange(home, op.start, op.stop)
+        if home.has_grad:  # otherwise nothing reached this unit: as in PyTorch, it is left alone
+            self._apply(op, home, part.arrays(slab, self._grad_at(op, home)))
+        if slab is not None:
+            part.check(slab, self._threads)
+
+    def _apply(self, op: Op, home: UnitHome, arrays: StateRange) -> None:
         self.step.in_place |= home.weight is not None or home.state is not None
         for start, stop, group in self._segments[op.unit]:
             begin, end = max(start, op.start), min(stop, op.stop)

@@ -24,6 +24,7 @@ class TrainOptions:
     per_device_train_batch_size: int = 4
     gradient_accumulation_steps: int = 1
     save_steps: int = 100
+    save_total_limit: int = 1
     resume_from_checkpoint: bool = False
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
@@ -42,7 +43,7 @@ class TrainOptions:
     def check(self) -> None:
         """Raise UsageError naming the first value that makes no sense."""
         positive = ("learning_rate", "num_train_epochs", "max_length", "per_device_train_batch_size",
-                    "gradient_accumulation_steps", "save_steps")  # fmt: skip
+                    "gradient_accumulation_steps", "save_steps", "save_total_limit")  # fmt: skip
         for name in positive:
             if not getattr(self, name) > 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")

@@ -81,6 +81,17 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepPoints:
+    """Saved points: how many stay, and whether they are asked for where states rest in memory."""
+
+    last: int = 1
+    of_memory: bool = False  # extents on disk for units that rest in host memory too
+
+
+LAST_POINT = KeepPoints()
+
+
+@dataclass(frozen=True, slots=True)
 class TierPeaks:
     """Highest number of bytes of each tier."""
 

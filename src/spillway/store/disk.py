@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +11,11 @@ import torch
 
 from spillway.native import DiskEngine, Transfer, TransferError
 from spillway.spec.errors import DiskError, invariant
-from spillway.spec.sizes import align, format_size
+from spillway.spec.sizes import format_size
 
 STRIPE = 1 << 20
 PAGE = 4096
-_DATA, _LOCK = "spillway.data", "spillway.lock"
+_LOCK = "spillway.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +26,50 @@ class Extent:
     num_bytes: int
 
 
-class StripedDisk:
-    """Equal shares on every path, 1 MiB at a time, opened with O_DIRECT where the file system allows it."""
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How the address space is cut over the paths: rows of sum(shares) stripes, of which each path takes its share, so
+    that a faster drive holds more. `generation` counts how often a store has moved to other drives."""
 
-    def __init__(self, paths: tuple[Path, ...], keep: bool) -> None:
+    paths: tuple[str, ...]
+    shares: tuple[int, ...]
+    generation: int = 0
+
+    @property
+    def file_name(self) -> str:
+        """Of the data under every path."""
+        return "spillway.data" if self.generation == 0 else f"spillway.data.{self.generation}"
+
+    def files(self) -> tuple[Path, ...]:
+        """The data file under every path."""
+        return tuple(Path(path) / self.file_name for path in self.paths)
+
+
+def even_geometry(paths: tuple[Path, ...]) -> Geometry:
+    """The same share for every path."""
+    return Geometry(tuple(map(str, paths)), (1,) * len(paths))
+
+
+class StripedDisk:
+    """One address space over several files, opened with O_DIRECT where the file system allows it."""
+
+    def __init__(self, geometry: Geometry, keep: bool, locked: Collection[str] = ()) -> None:
         """Open or create the files; what they held stays only if `keep`, otherwise they read as zeros once reserved.
-        Raises DiskError for a path that is read-only or in use."""
-        self._paths = paths
-        self._locks = [_lock(path) for path in paths]
+        Paths in `locked` are held by the caller already. Raises DiskError for a path that is read-only or in use, or,
+        with `keep`, has lost its file."""
+        self.geometry = geometry
+        self._paths = tuple(map(Path, geometry.paths))
+        self._row = sum(geometry.shares)
+        if keep:
+            for file in geometry.files():
+                if not file.exists():
+                    raise DiskError(f"{file}, a part of the saved run, is missing: bring its drive back")
+        self._locks = [_lock(path) for path in self._paths if str(path) not in locked]
         self._files = []
         self.direct = True
         self.num_bytes = 0
-        for path in paths:
-            fd, direct = _open(path / _DATA)
+        for file in geometry.files():
+            fd, direct = _open(file)
             if not keep:
                 os.ftruncate(fd, 0)
             self._files.append(fd)
@@ -47,10 +79,20 @@ class StripedDisk:
         """Make sure the whole address space has room on the drives now, so that no write can fail for want of it.
         Raises DiskError with the bytes needed and free."""
         if num_bytes > self.num_bytes:
-            share = align(-(-num_bytes // len(self._paths)), STRIPE)
-            for path, fd in zip(self._paths, self._files, strict=True):
-                _reserve(fd, path, share)
-            self.num_bytes = share * len(self._paths)
+            rows = -(-num_bytes // (STRIPE * self._row))
+            for path, fd, share in zip(self._paths, self._files, self.geometry.shares, strict=True):
+                _reserve(fd, path, rows * share * STRIPE)
+            self.num_bytes = rows * self._row * STRIPE
+
+    def check_length(self, num_bytes: int) -> None:
+        """Raise DiskError naming a file that is too short to hold the first `num_bytes` of the address space."""
+        rows = num_bytes // (STRIPE * self._row)
+        for file, fd, share in zip(self.geometry.files(), self._files, self.geometry.shares, strict=True):
+            have, need = os.fstat(fd).st_size, rows * share * STRIPE
+            if have < need:
+                raise DiskError(
+                    f"{file} ends at byte {have} and the saved run needs {need}: it was cut short; restore the file"
+                )
 
     def read(self, engine: DiskEngine, extent: Extent, buffer: torch.Tensor) -> None:
         """Fill the host buffer; both are whole pages. Raises DiskError naming path and offset."""
@@ -84,10 +126,10 @@ class StripedDisk:
             engine.run(transfers, is_write)
         except TransferError as error:
             failed = transfers[error.index]
-            path = self._paths[self._files.index(failed.fd)]
+            file = self.geometry.files()[self._files.index(failed.fd)]
             verb = "write to" if is_write else "read from"
             raise DiskError(
-                f"cannot {verb} {path / _DATA} at offset {failed.offset} ({failed.num_bytes} bytes): {error.strerror}; "
+                f"cannot {verb} {file} at offset {failed.offset} ({failed.num_bytes} bytes): {error.strerror}; "
                 f"the last saved point is intact"
             ) from error
 
@@ -97,15 +139,29 @@ class StripedDisk:
         address = buffer.data_ptr()
         if len(self._files) == 1:
             return [Transfer(self._files[0], address, extent.offset, extent.num_bytes)]
-        transfers = []
+        transfers: list[Transfer] = []
         done = 0
         while done < extent.num_bytes:
-            stripe, inside = divmod(extent.offset + done, STRIPE)
-            row, column = divmod(stripe, len(self._files))
-            size = min(STRIPE - inside, extent.num_bytes - done)
-            transfers.append(Transfer(self._files[column], address + done, row * STRIPE + inside, size))
+            file, offset, room = self._locate(extent.offset + done)
+            size = min(room, extent.num_bytes - done)
+            transfers.append(Transfer(self._files[file], address + done, offset, size))
             done += size
         return transfers
+
+    def where(self, offset: int) -> tuple[Path, int]:
+        """File and offset in it of a byte of the address space."""
+        file, inside, _ = self._locate(offset)
+        return self.geometry.files()[file], inside
+
+    def _locate(self, offset: int) -> tuple[int, int, int]:
+        """File number, offset in the file, and bytes that follow there without a break."""
+        shares = self.geometry.shares
+        row, inside = divmod(offset, STRIPE * self._row)
+        for file, share in enumerate(shares):
+            if inside < share * STRIPE:
+                return file, row * share * STRIPE + inside, share * STRIPE - inside
+            inside -= share * STRIPE
+        raise AssertionError
 
 
 def free_bytes(path: Path) -> int:
@@ -115,8 +171,8 @@ def free_bytes(path: Path) -> int:
     while not at.exists():
         at = at.parent
     stats = os.statvfs(at)
-    data = path / _DATA
-    return stats.f_bavail * stats.f_frsize + (data.stat().st_blocks * 512 if data.exists() else 0)
+    ours = sum(data.stat().st_blocks * 512 for data in path.glob("spillway.data*"))
+    return stats.f_bavail * stats.f_frsize + ours
 
 
 def _lock(path: Path) -> int:

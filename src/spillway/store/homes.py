@@ -1,6 +1,6 @@
 """Where every unit rests between steps, in host memory, on the device and on disk, and how ranges of it move."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -9,6 +9,7 @@ from spillway.optim.update import StateRange
 from spillway.spec.errors import invariant
 from spillway.spec.plan import UnitPlacement
 from spillway.spec.sizes import align
+from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Extent, StripedDisk
 from spillway.store.layout import PAGE, Component, UnitLayout
 
@@ -28,15 +29,16 @@ class UnitHome:
     device_grad: torch.Tensor | None = None
     extents: tuple[Extent, ...] = ()
     spill: Extent | None = None  # of the gradient
+    checks: list[ExtentChecks] = field(default_factory=list)  # per extent
     current: int = 0  # the extent that holds the last step
     written: int | None = None  # the extent this step writes
-    committed: int | None = None  # the extent the manifest names
+    saved: tuple[int, ...] = ()  # the extents that manifests name, the newest first
     has_grad: bool = False  # a gradient has been accumulated since the last update
 
     def next_extent(self) -> int:
-        """The extent to write next: neither the last step's nor the saved point's."""
+        """The extent to write next: neither the last step's nor a saved point's."""
         if self.written is None:
-            taken = {self.current, self.committed}
+            taken = {self.current, *self.saved}
             self.written = next(index for index in range(len(self.extents)) if index not in taken)
         return self.written
 
@@ -100,6 +102,13 @@ class SlabRange:
             moves.append((Extent(base.offset + begin, length), home.weight[begin : begin + length]))
         return moves
 
+    def check(self, slab: torch.Tensor, threads: int) -> None:
+        """Take the checksums of what `writes` will write."""
+        home = self._home
+        index = home.next_extent()
+        for extent, content in self.writes(slab):
+            home.checks[index].feed(extent.offset - home.extents[index].offset, content[: extent.num_bytes], threads)
+
     def arrays(self, slab: torch.Tensor | None, grad: torch.Tensor | None) -> StateRange:
         """The subgroup as typed ranges. `grad`: the unit's whole gradient where it is not in the slab."""
         home, dtype = self._home, self._home.layout.dtype
@@ -161,10 +170,10 @@ class Homes:
             where = home.where
             if not home.extents or not home.layout.num_trainable or where.states == "disk":
                 continue
-            if where.weights == "disk" and home.current == home.committed:
+            if where.weights == "disk" and home.current in home.saved[:1]:
                 continue  # no step since the last saved point
             # Weights on disk are already where this step wrote them; the states join them there.
-            extent = home.extents[home.current if where.weights == "disk" else home.next_extent()]
+            index = home.current if where.weights == "disk" else home.next_extent()
             for part in home.layout.components:
                 resting = home.weight if part.name == "weight" else (home.state or {}).get(part.name)
                 if resting is None:
@@ -175,8 +184,12 @@ class Homes:
                     piece = resting[start : start + size]
                     if piece.device.type != "cpu":
                         piece = staging[:size].copy_(piece)
-                    place = Extent(extent.offset + part.offset + start, size)
-                    self.need_disk().write_all(self.own_engine, [(place, piece)])
+                    self._write_checked(home, index, part.offset + start, piece)
+
+    def _write_checked(self, home: UnitHome, index: int, offset: int, content: torch.Tensor) -> None:
+        home.checks[index].feed(offset, content)
+        place = Extent(home.extents[index].offset + offset, content.numel())
+        self.need_disk().write_all(self.own_engine, [(place, content)])
 
     def read_component(self, unit: int, name: str, start: int, stop: int, staging: torch.Tensor) -> torch.Tensor:
         """Bytes [start, stop) of one array of a unit, from wherever it rests; a view, valid until `staging` is used
@@ -199,6 +212,11 @@ class Homes:
         self.need_disk().read(self.own_engine, place, content)
         return content
 
+    def write_extent(self, unit: int, index: int, part: Component, start: int, content: torch.Tensor) -> None:
+        """Write whole pages of one array into one of the unit's extents, leaving memory and checksums alone."""
+        place = Extent(self.units[unit].extents[index].offset + part.offset + start, content.numel())
+        self.need_disk().write_all(self.own_engine, [(place, content)])
+
     def write_component(self, unit: int, name: str, start: int, content: torch.Tensor, all_extents: bool) -> None:
         """Put whole pages of one array to rest, in memory and (`all_extents`: into every copy) on disk."""
         home = self.units[unit]
@@ -210,9 +228,8 @@ class Homes:
         part = home.layout.component(name)
         if part is None or not home.extents:
             return
-        targets = home.extents if all_extents else (home.extents[home.current],)
-        moves = [(Extent(extent.offset + part.offset + start, content.numel()), content) for extent in targets]
-        self.need_disk().write_all(self.own_engine, moves)
+        for index in range(len(home.extents)) if all_extents else (home.current,):
+            self._write_checked(home, index, part.offset + start, content)
 
     def close(self) -> None:
         """Give back engines and files."""

@@ -1,20 +1,23 @@
-"""The committed state of training: one small checksummed file, replaced atomically.
+"""What is committed: one small checksummed file per saved point, each written atomically.
 
 Format (JSON): {"version", "checksum" (SHA-256 of the canonical body), "body": Manifest}. Written to a temporary file,
-synced, renamed, and the directory synced, after the data it names was synced; so it always names whole extents.
+synced, renamed, and the directory synced, after the data it names was synced; so it always names whole extents. The
+file with the highest step is the newest saved point.
 """
 
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from spillway.spec.errors import DiskError
 from spillway.spec.jsonable import from_json, to_json
+from spillway.store.disk import Geometry
 
-VERSION = 1
-_NAME = "manifest.json"
+VERSION = 2
+_NAME = re.compile(r"step-(\d{8,})\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class UnitRecord:
     name: str
     offset: int
     num_bytes: int
+    checks: str = ""  # of its pieces, see store.checks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,44 +36,75 @@ class Manifest:
 
     step: int
     units: tuple[UnitRecord, ...]
-    num_paths: int
+    geometry: Geometry
+    checksum: str  # what the checks of the units are: crc32c or crc32
     model_fingerprint: str  # names, shapes and dtypes of every parameter
     rng: dict[str, str] = field(default_factory=dict)  # device -> generator state in hexadecimal
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
 
 
-def save_manifest(directory: Path, manifest: Manifest) -> None:
-    """Replace the manifest atomically and durably."""
+def save_manifest(directory: Path, manifest: Manifest, keep_last: int = 1) -> None:
+    """Write the manifest atomically and durably, then remove all but the last `keep_last`, and any of a
+    later step."""
     body = to_json(manifest)
     content = json.dumps({"version": VERSION, "checksum": _checksum(body), "body": body})
-    temporary = directory / (_NAME + ".new")
+    path = directory / f"step-{manifest.step:08d}.json"
+    temporary = directory / (path.name + ".new")
     try:
         with open(temporary, "w") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, directory / _NAME)
+        os.replace(temporary, path)
         handle = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
+        files = manifest_files(directory)
+        # Later ones were found damaged: training went on from before them.
+        later = [file for step, file in files if step > manifest.step]
+        for old in later + [file for step, file in files if step <= manifest.step][keep_last:]:
+            old.unlink(missing_ok=True)
     except OSError as error:
-        raise DiskError(
-            f"{directory / _NAME} cannot be written: {error.strerror}; the saved point before it is intact"
-        ) from error
+        raise DiskError(f"{path} cannot be written: {error.strerror}; the saved point before it is intact") from error
+
+
+def manifest_files(directory: Path) -> list[tuple[int, Path]]:
+    """Step and file of every saved point, the newest first."""
+    if not directory.is_dir():
+        return []
+    found = [(int(match[1]), file) for file in directory.iterdir() if (match := _NAME.fullmatch(file.name))]
+    return sorted(found, reverse=True)
+
+
+def load_manifests(directory: Path) -> tuple[list[Manifest], list[str]]:
+    """Every readable saved point, the newest first, and a sentence for each that is damaged or foreign."""
+    good, bad = [], []
+    for _, file in manifest_files(directory):
+        try:
+            good.append(_read(file))
+        except DiskError as error:
+            bad.append(str(error))
+    return good, bad
 
 
 def load_manifest(directory: Path) -> Manifest | None:
-    """The committed state, or None where nothing was ever committed. Raises DiskError for a damaged or foreign file."""
-    path = directory / _NAME
-    if not path.exists():
-        return None
+    """The newest saved point, or None where nothing was ever committed. Raises DiskError where none can be read."""
+    good, bad = load_manifests(directory)
+    if good:
+        return good[0]
+    if bad:
+        raise DiskError(bad[0])
+    return None
+
+
+def _read(path: Path) -> Manifest:
     try:
         content = json.loads(path.read_text())
         version, body = content["version"], content["body"]
         checksum = content["checksum"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise DiskError(f"{path} is damaged: it is not a manifest; restore it or start a new run") from error
     if version != VERSION:
         raise DiskError(

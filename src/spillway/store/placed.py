@@ -1,21 +1,23 @@
 """The store of one model, laid out as its plan says."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from spillway.plan.memory import grads_at_home
 from spillway.plan.pools import SlabNames
-from spillway.plan.search import extents_per_unit, state_bytes_per_element
+from spillway.plan.search import extents_of_unit, state_bytes_per_element
 from spillway.spec.errors import DiskError, invariant
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Plan
+from spillway.spec.plan import KeepPoints, Plan
 from spillway.store.arena import Arena, SlabPools
-from spillway.store.disk import Extent, StripedDisk
+from spillway.store.checks import ExtentChecks
+from spillway.store.disk import Extent, Geometry, StripedDisk
 from spillway.store.homes import Homes, UnitHome
 from spillway.store.layout import UnitLayout
+from spillway.store.manifest import Manifest
+from spillway.store.space import Space
 
 Allocate = Callable[[int], torch.Tensor]
 
@@ -26,21 +28,22 @@ class PlacedStore:
     def __init__(
         self,
         layouts: list[UnitLayout],
-        paths: tuple[Path, ...],
+        geometry: Geometry | None,
         budget: Budget,
         on_device: Allocate,
         pin: Callable[[torch.Tensor], None] | None,
-        keep: bool,
-        keeps_saved_points: bool,
+        saved: tuple[Manifest, ...],
+        keep: KeepPoints,
     ) -> None:
-        """`keep`: the files hold a committed run to go on with. `on_device`: allocates a device buffer."""
+        """`saved`: the points in the files that must stay whole, the newest first; without any the files start empty.
+        `on_device`: allocates a device buffer."""
         self._layouts = layouts
-        self._paths = paths
+        self._geometry = geometry
         self._budget = budget
         self._on_device = on_device
         self._pin = pin
+        self._saved = saved
         self._keep = keep
-        self._keeps_saved_points = keeps_saved_points
         self._arena: Arena | None = None
         self._homes: Homes | None = None
         self._resident_end = 0
@@ -152,26 +155,32 @@ class PlacedStore:
         self._arena = None
 
     def _make_homes(self, plan: Plan, profile: ModelProfile) -> Homes:
-        disk = StripedDisk(self._paths, self._keep) if self._paths else None
-        copies = extents_per_unit(plan.placement, self._keeps_saved_points) if disk else 0
+        disk = StripedDisk(self._geometry, keep=bool(self._saved)) if self._geometry else None
+        kept = [[manifest.units[index] for manifest in self._saved] for index in range(len(self._layouts))]
+        space = Space([Extent(record.offset, record.num_bytes) for records in kept for record in records])
+        if disk is not None:
+            disk.check_length(space.end)
         homes: list[UnitHome] = []
-        at = 0
+        fresh = not self._saved
         for index, layout in enumerate(self._layouts):
-            extents = tuple(Extent(at + copy * layout.extent_bytes, layout.extent_bytes) for copy in range(copies))
-            at += copies * layout.extent_bytes
-            homes.append(self._make_home(plan, profile, index, extents))
+            extents = list(dict.fromkeys(Extent(record.offset, record.num_bytes) for record in kept[index]))
+            copies = extents_of_unit(plan.placement, index, self._keep) if disk else 0
+            while len(extents) < copies:
+                extents.append(space.allocate(layout.extent_bytes))
+            homes.append(self._make_home(plan, profile, index, tuple(extents)))
+            for checks in homes[-1].checks if fresh else ():
+                checks.fill_zero()
         for home in homes:
             if home.where.grads == "disk" and home.layout.num_trainable:
-                home.spill = Extent(at, home.layout.grad_bytes)
-                at += home.layout.grad_bytes
-        self._act_base = at
+                home.spill = space.allocate(home.layout.grad_bytes)
+        self._act_base = space.end
         if disk is not None:
-            disk.reserve(at)
+            disk.reserve(space.end)
         return Homes(homes, disk)
 
     def _make_home(self, plan: Plan, profile: ModelProfile, index: int, extents: tuple[Extent, ...]) -> UnitHome:
         layout, where = self._layouts[index], plan.placement.units[index]
-        home = UnitHome(layout, where, extents=extents)
+        home = UnitHome(layout, where, extents=extents, checks=[ExtentChecks(layout) for _ in extents])
         owner = profile.units[index].name
         if where.weights == "device":
             home.device_weight = self._on_device(layout.weight_bytes)

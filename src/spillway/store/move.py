@@ -1,0 +1,84 @@
+"""Moves a store to other drives: the saved point is copied, committed there, and only then removed here."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from spillway.native import DiskEngine
+from spillway.spec.errors import DiskError
+from spillway.store.arena import Arena
+from spillway.store.disk import Extent, Geometry, StripedDisk
+from spillway.store.manifest import Manifest, manifest_files, save_manifest
+from spillway.store.space import Space
+
+_WINDOW_BYTES = 32 << 20
+
+
+def find_geometry(manifest: Manifest, paths: tuple[Path, ...]) -> Geometry | None:
+    """How the saved point lies on `paths`; None where it lies elsewhere and has to be moved.
+
+    Raises DiskError where it is neither there nor where it was.
+    """
+    was = manifest.geometry
+    if {path.resolve() for path in paths} == {Path(path).resolve() for path in was.paths}:
+        return was
+    if len(paths) == len(was.paths):
+        here = Geometry(tuple(map(str, paths)), was.shares, was.generation)
+        if all(file.exists() for file in here.files()):
+            return here
+    lost = [file for file in was.files() if not file.exists()]
+    if lost:
+        raise DiskError(f"{lost[0]}, a part of the saved run, is missing: bring its drive back")
+    return None
+
+
+def move(
+    directory: Path,
+    manifest: Manifest,
+    paths: tuple[Path, ...],
+    shares: tuple[int, ...],
+    progress: Callable[[int], None] | None = None,
+) -> Manifest:
+    """Copy the saved point in `directory` to other paths. Raises DiskError for want of room; nothing is lost then."""
+    was = manifest.geometry
+    there = Geometry(tuple(map(str, paths)), shares, was.generation + 1)
+    new = StripedDisk(there, keep=False)
+    try:
+        old = StripedDisk(was, keep=True, locked=there.paths)
+    except BaseException:
+        new.close()
+        raise
+    try:
+        space = Space([])
+        places = [space.allocate(unit.num_bytes) for unit in manifest.units]
+        new.reserve(space.end)
+        for unit, place in zip(manifest.units, places, strict=True):
+            _copy(old, Extent(unit.offset, unit.num_bytes), new, place, progress)
+        new.sync()
+    finally:
+        old.close()
+        new.close()
+    units = tuple(replace(unit, offset=place.offset) for unit, place in zip(manifest.units, places, strict=True))
+    moved = replace(manifest, units=units, geometry=there)
+    save_manifest(paths[0], moved)
+    if directory.resolve() != paths[0].resolve():
+        for _, file in manifest_files(directory):
+            file.unlink(missing_ok=True)
+    for file in was.files():
+        file.unlink(missing_ok=True)
+    return moved
+
+
+def _copy(
+    old: StripedDisk, source: Extent, new: StripedDisk, target: Extent, progress: Callable[[int], None] | None
+) -> None:
+    engine, window = DiskEngine(), Arena(_WINDOW_BYTES).buffer
+    try:
+        for at in range(0, source.num_bytes, _WINDOW_BYTES):
+            piece = window[: min(_WINDOW_BYTES, source.num_bytes - at)]
+            old.read(engine, Extent(source.offset + at, piece.numel()), piece)
+            new.write_all(engine, [(Extent(target.offset + at, piece.numel()), piece)])
+            if progress is not None:
+                progress(piece.numel())
+    finally:
+        engine.close()

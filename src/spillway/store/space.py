@@ -1,0 +1,29 @@
+"""Who lies where in the striped address space."""
+
+from spillway.spec.errors import invariant
+from spillway.store.disk import Extent
+
+
+class Space:
+    """Hands out ranges around those that are taken already, the lowest that fits first."""
+
+    def __init__(self, taken: list[Extent]) -> None:
+        """Raises InvariantError where ranges overlap."""
+        self._taken = sorted(set(taken), key=lambda extent: extent.offset)
+        for before, after in zip(self._taken, self._taken[1:], strict=False):
+            invariant(before.offset + before.num_bytes <= after.offset, f"{before} and {after} overlap")
+
+    @property
+    def end(self) -> int:
+        """The first byte after everything taken."""
+        return self._taken[-1].offset + self._taken[-1].num_bytes if self._taken else 0
+
+    def allocate(self, num_bytes: int) -> Extent:
+        """A new range."""
+        at = index = 0
+        while index < len(self._taken) and self._taken[index].offset - at < num_bytes:
+            at = self._taken[index].offset + self._taken[index].num_bytes
+            index += 1
+        made = Extent(at, num_bytes)
+        self._taken.insert(index, made)
+        return made
