@@ -86,7 +86,7 @@ class StripedDisk:
 
     def check_length(self, num_bytes: int) -> None:
         """Raise DiskError naming a file that is too short to hold the first `num_bytes` of the address space."""
-        rows = num_bytes // (STRIPE * self._row)
+        rows = -(-num_bytes // (STRIPE * self._row))  # whole ones were reserved
         for file, fd, share in zip(self.geometry.files(), self._files, self.geometry.shares, strict=True):
             have, need = os.fstat(fd).st_size, rows * share * STRIPE
             if have < need:

@@ -1,0 +1,187 @@
+"""Going on from saved points: damage, other placements, other drives, frozen parameters."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import spillway
+from spillway.api import prepared, read_parameters
+from spillway.spec.errors import DiskError, SpillwayError, UsageError
+from spillway.spec.plan import KeepPoints
+from spillway.store.manifest import load_manifest, manifest_files
+
+TWO = KeepPoints(2, True)
+
+
+class Run:
+    """A model under training, one deterministic batch per step."""
+
+    def __init__(
+        self, store: Path | Sequence[Path], resume: bool | Path = False, freeze: str = "", **options: Any
+    ) -> None:
+        model = models.two_lists().to(torch.bfloat16)
+        for name, param in model.named_parameters():
+            if freeze and freeze in name:
+                param.requires_grad_(False)
+        settings = {"device": "cpu", "states": "disk", "weights": "disk", "keep": TWO, **options}
+        self.model: nn.Module
+        self.model, self.optimizer = spillway.prepare(
+            model, spillway.AdamW(lr=1e-2, max_grad_norm=None), store=store, resume=resume, **settings
+        )
+        try:
+            prepared(self.model).session.open((), self.batch(0))
+        except SpillwayError:
+            spillway.close(self.model)
+            raise
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        found = models.batch("two_lists", step)
+        return {key: x.bfloat16() if x.is_floating_point() else x for key, x in found.items()}
+
+    @property
+    def points(self) -> Any:
+        return prepared(self.model).points
+
+    def train(self, until: int) -> "Run":
+        while self.optimizer.num_steps < until:
+            models.loss_of(self.model(**self.batch(self.optimizer.num_steps))).backward()
+            self.optimizer.step()
+        return self
+
+    def end(self) -> dict[str, torch.Tensor]:
+        parts = prepared(self.model)
+        parts.points.save(parts.session.store, self.optimizer.num_steps)
+        found = read_parameters(self.model)
+        spillway.close(self.model)
+        return found
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return Run(tmp_path_factory.mktemp("whole") / "store").train(6).end()
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def flip_bit(store: Path, unit: int, component_offset: int = 0) -> str:
+    """One bit of the newest saved point; the file and offset it lies at."""
+    manifest = load_manifest(store)
+    assert manifest is not None
+    offset = manifest.units[unit].offset + component_offset
+    file = store / manifest.geometry.file_name
+    with open(file, "r+b") as handle:
+        handle.seek(offset)
+        byte = handle.read(1)[0]
+        handle.seek(offset)
+        handle.write(bytes([byte ^ 4]))
+    return str(file)
+
+
+def test_as_many_saved_points_stay_as_asked_for(tmp_path: Path) -> None:
+    Run(tmp_path).train(5).end()
+    assert [step for step, _ in manifest_files(tmp_path)] == [5, 4]
+
+
+def test_a_flipped_bit_falls_back_to_the_saved_point_before(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    Run(tmp_path).train(4).end()
+    file = flip_bit(tmp_path, 1, 4096)
+    run = Run(tmp_path, resume=True)
+    assert run.optimizer.num_steps == 3
+    (warning,) = run.points.warnings
+    assert "step 4 is not used" in warning and file in warning and "damaged at offset" in warning
+    assert same(run.train(6).end(), expected)
+    assert [step for step, _ in manifest_files(tmp_path)] == [6, 5]
+
+
+def test_a_flipped_bit_in_the_only_saved_point_names_file_and_offset(tmp_path: Path) -> None:
+    Run(tmp_path, keep=KeepPoints(1, True)).train(2).end()
+    file = flip_bit(tmp_path, 0)
+    with pytest.raises(DiskError, match=rf"{file} is damaged at offset \d+"):
+        Run(tmp_path, resume=True, keep=KeepPoints(1, True))
+
+
+def test_damage_outside_the_saved_point_does_not_matter(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    Run(tmp_path, keep=KeepPoints(1, True)).train(3).end()
+    manifest = load_manifest(tmp_path)
+    assert manifest is not None
+    file = tmp_path / manifest.geometry.file_name
+    used = {range(unit.offset, unit.offset + unit.num_bytes) for unit in manifest.units}
+    with open(file, "r+b") as handle:
+        for page in range(0, file.stat().st_size, 4096):
+            if not any(page in part for part in used):
+                handle.seek(page)
+                handle.write(b"\xff" * 4096)
+    assert same(Run(tmp_path, resume=True, keep=KeepPoints(1, True)).train(6).end(), expected)
+
+
+def test_a_truncated_file_and_a_missing_stripe_are_named(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    Run(paths).train(2).end()
+    data = paths[1] / "spillway.data"
+    with open(data, "r+b") as handle:
+        handle.truncate(4096)
+    with pytest.raises(DiskError, match=rf"{data} ends at byte 4096 and the saved run needs \d+"):
+        Run(paths, resume=True)
+    data.unlink()
+    with pytest.raises(DiskError, match=f"{data}, a part of the saved run, is missing"):
+        Run(paths, resume=True)
+
+
+def test_a_damaged_manifest_falls_back_and_a_foreign_one_is_refused(tmp_path: Path) -> None:
+    Run(tmp_path).train(3).end()
+    (_, newest), _ = manifest_files(tmp_path)
+    newest.write_text(newest.read_text().replace('"step": 3', '"step": 9'))
+    run = Run(tmp_path, resume=True)
+    assert run.optimizer.num_steps == 2 and "checksum does not match" in run.points.warnings[0]
+    run.end()
+    with pytest.raises(DiskError, match="a run of another model"):
+        Run(tmp_path, resume=True, freeze="first")
+    with pytest.raises(UsageError, match="holds step 2 of an earlier run"):
+        Run(tmp_path)
+
+
+@pytest.mark.parametrize("before", ("disk", "host"))
+@pytest.mark.parametrize("after", ("disk", "host"))
+def test_a_run_goes_on_bit_for_bit_wherever_its_states_rest_now(
+    tmp_path: Path, before: str, after: str, expected: dict[str, torch.Tensor]
+) -> None:
+    Run(tmp_path, states=before, weights=before).train(3).end()
+    run = Run(tmp_path, resume=True, states=after, weights=after)
+    assert run.optimizer.num_steps == 3
+    assert same(run.train(6).end(), expected)
+
+
+def test_a_run_moves_to_other_drives(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    one, more = tmp_path / "one", [tmp_path / "x", tmp_path / "y", tmp_path / "z"]
+    Run(one).train(2).end()
+    run = Run(more, resume=one).train(4)
+    assert not list(one.glob("spillway.data*")) and not manifest_files(one)
+    run.end()
+    assert same(Run([one], resume=more[0]).train(6).end(), expected)
+    assert not any(list(path.glob("spillway.data*")) for path in more)
+
+
+def test_a_run_whose_drives_are_mounted_elsewhere_goes_on(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    Run([tmp_path / "a", tmp_path / "b"]).train(3).end()
+    shutil.move(tmp_path / "a", tmp_path / "mounted-a")
+    shutil.move(tmp_path / "b", tmp_path / "mounted-b")
+    run = Run([tmp_path / "mounted-a", tmp_path / "mounted-b"], resume=True)
+    assert same(run.train(6).end(), expected)
+
+
+@pytest.mark.parametrize("freeze", ("first", "bias"))
+def test_frozen_parameters_are_whole_in_every_saved_point(tmp_path: Path, freeze: str) -> None:
+    whole = Run(tmp_path / "whole", freeze=freeze).train(6).end()
+    store = tmp_path / "store"
+    Run(store, freeze=freeze, keep=KeepPoints(1, True)).train(2).end()
+    run = Run(store, resume=True, freeze=freeze, keep=KeepPoints(3, True)).train(4)
+    run.end()
+    assert same(Run(store, resume=True, freeze=freeze, keep=TWO).train(6).end(), whole)
