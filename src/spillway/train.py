@@ -51,6 +51,7 @@ class _Progress:
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
     written_bytes: float = 0.0
+    last: dict[str, Any] | None = None  # what the saved point that is gone on from knows of its step
 
 
 def train(options: TrainOptions, reporter: Reporter, origins: dict[str, str] | None = None) -> RunSummary:
@@ -205,6 +206,7 @@ class _Run:
         self._progress.step = self._parts.points.step
         self._progress.position = DataPosition(saved["epoch"], saved["index"])
         self._progress.losses = list(saved["losses"])
+        self._progress.last = saved["last"]
         self._reporter.say(f"going on after step {self._progress.step} of {self._total}")
 
     def _write_plan(self) -> None:
@@ -266,7 +268,7 @@ class _Run:
             self._total,
             progress.step,
         )
-        metrics = MetricsFile(self._directory / "metrics.jsonl", progress.step)
+        metrics = MetricsFile(self._directory / "metrics.jsonl", progress.step, progress.last)
         try:
             with self._reporter.training(self._total, progress.step) as line:
                 while progress.step < self._total:
@@ -301,22 +303,25 @@ class _Run:
                 f"stopped before it changed anything, step {self._parts.points.saved_step} is saved; lower "
                 f"--learning-rate or look at the data"
             )
-        self._update(loss, position, value)
+        trained = int((batch["labels"] != -100).sum())
+        last = {"epoch": position.epoch, "loss": value, "learning_rate": learning_rate, "trained_tokens": trained}
+        self._update(loss, position, last)
         schedule.step()
         progress.step += 1
         seconds = time.perf_counter() - start
         progress.seconds.append(seconds)
         tokens = batch["input_ids"].numel()
         progress.tokens += tokens
-        self._record(metrics, watch, position, value, learning_rate, batch, seconds)
+        self._record(metrics, watch, position, value, learning_rate, batch, trained, seconds)
         line.step(progress.step, value, self._optimizer.last_result.grad_norm, learning_rate, tokens, seconds)
 
-    def _update(self, loss: torch.Tensor, position: DataPosition, value: float) -> None:
+    def _update(self, loss: torch.Tensor, position: DataPosition, last: dict[str, Any]) -> None:
         """Backward and optimizer step; what is saved with the step is set before it is committed."""
         progress, parts = self._progress, self._parts
         before = parts.points.run
         after = self._batches.after(position)
-        parts.points.run = self._run_state(after, [*progress.losses[:1], value][:1])
+        value = last["loss"]
+        parts.points.run = self._run_state(after, [*progress.losses[:1], value][:1], last)
         try:
             loss.backward()
             self._optimizer.step()
@@ -337,6 +342,7 @@ class _Run:
         loss: float,
         learning_rate: float,
         batch: dict[str, torch.Tensor],
+        trained_tokens: int,
         seconds: float,
     ) -> None:
         result, session = self._optimizer.last_result, self._parts.session
@@ -355,7 +361,7 @@ class _Run:
                 result.grad_norm,
                 learning_rate,
                 batch["input_ids"].numel(),
-                int((batch["labels"] != -100).sum()),
+                trained_tokens,
                 seconds,
                 busy,
                 moved,
@@ -363,8 +369,8 @@ class _Run:
             )
         )
 
-    def _run_state(self, next_batch: DataPosition, first_loss: list[float]) -> dict[str, str]:
-        position = {"epoch": next_batch.epoch, "index": next_batch.index, "losses": first_loss}
+    def _run_state(self, next_batch: DataPosition, first_loss: list[float], last: dict[str, Any]) -> dict[str, str]:
+        position = {"epoch": next_batch.epoch, "index": next_batch.index, "losses": first_loss, "last": last}
         return {"position": json.dumps(position), "identity": json.dumps(self._identity)}
 
     def _save_point(self) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spillway.spec.jsonable import to_json
 from spillway.spec.trace import Trace
@@ -30,9 +31,12 @@ class StepMetrics:
 class MetricsFile:
     """Appends steps; after a resume the lines of steps that were lost are gone."""
 
-    def __init__(self, path: Path, first_step: int) -> None:
-        """`first_step`: steps up to and including it stay."""
+    def __init__(self, path: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
+        """`first_step`: steps up to and including it stay. `last`: what the saved point knows of that step, for a run
+        that was killed after the step was committed and before its line was written."""
         kept = [line for line in _lines(path) if _step_of(line) <= first_step]
+        if last is not None and (not kept or _step_of(kept[-1]) < first_step):
+            kept.append(json.dumps({"step": first_step, **last}))
         temporary = path.with_name(path.name + ".new")
         temporary.write_text("".join(line + "\n" for line in kept))
         os.replace(temporary, path)

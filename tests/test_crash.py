@@ -1,0 +1,45 @@
+"""Killed with SIGKILL at any instant, a run goes on and ends as if nothing had happened."""
+
+from pathlib import Path
+
+import pytest
+
+import directories
+import killing
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("inputs")
+    return directories.make_model(directory / "llama"), directories.make_texts(directory / "texts.jsonl")
+
+
+def command(inputs: tuple[Path, Path], run: Path, place: str, *more: str) -> list[str]:
+    model, data = map(str, inputs)
+    fixed = ["--max-length", "64", "--per-device-train-batch-size", "2", "--learning-rate", "1e-3", "--device", "cpu"]
+    where = ["--states", place, "--weights", place, "--save-steps", "3", "--max-steps", "12"]
+    return ["train", model, data, "-o", str(run), *fixed, *where, *more]
+
+
+@pytest.mark.parametrize(("place", "kills"), (("disk", 20), ("host", 12)))
+def test_a_run_killed_at_random_instants_ends_like_one_that_was_not(
+    inputs: tuple[Path, Path], tmp_path: Path, place: str, kills: int
+) -> None:
+    seconds = killing.measure(command(inputs, tmp_path / "whole", place))
+    expected = killing.outcome(tmp_path / "whole")
+    assert [step for step, _ in expected[0]] == list(range(1, 13))
+    for hit, run in killing.survive(lambda run: command(inputs, run, place), tmp_path, kills, 7, 1.1 * seconds):
+        assert killing.same(killing.outcome(run), expected), f"after {hit} kills"
+
+
+def test_a_kill_around_any_call_that_makes_something_durable_is_survived(
+    inputs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    killing.measure(command(inputs, tmp_path / "whole", "disk"))
+    expected = killing.outcome(tmp_path / "whole")
+    run = tmp_path / "run"
+    for name in ("replace", "fsync", "fdatasync", "unlink"):
+        for call, before in ((1, True), (1, False), (2, True), (3, False)):
+            killing.finish(killing.start(command(inputs, run, "disk"), killing.Deadly(name, call, before)))
+    assert killing.finish(killing.start(command(inputs, run, "disk"))) == 0
+    assert killing.same(killing.outcome(run), expected)
