@@ -22,7 +22,11 @@ struct Block {
   bool is_write;
   char* buffer;
   uint64_t offset, bytes, done, transfer;
+  int tries;
 };
+
+// A drive may fail a request once and serve it the next time; one that fails as often as this is broken.
+constexpr int kTries = 4;
 
 std::vector<Block> cut(const spillway_transfer* transfers, uint64_t count, uint64_t block_bytes) {
   std::vector<Block> blocks;
@@ -31,7 +35,7 @@ std::vector<Block> cut(const spillway_transfer* transfers, uint64_t count, uint6
     for (uint64_t at = 0; at < whole.bytes; at += block_bytes) {
       const uint64_t bytes = whole.bytes - at < block_bytes ? whole.bytes - at : block_bytes;
       blocks.push_back({whole.fd, whole.is_write != 0, static_cast<char*>(whole.buffer) + at, whole.offset + at, bytes,
-                        0, t});
+                        0, t, 0});
     }
   }
   return blocks;
@@ -39,7 +43,9 @@ std::vector<Block> cut(const spillway_transfer* transfers, uint64_t count, uint6
 
 // What a finished request means for its block: 0 goes on (done or to be resubmitted), else -errno.
 int account(Block& block, int64_t result) {
-  if (result < 0) return result == -EINTR || result == -EAGAIN ? 0 : int(result);
+  if (result == -EINTR || result == -EAGAIN) return 0;
+  if (result == -EIO && ++block.tries < kTries) return 0;
+  if (result < 0) return int(result);
   if (result == 0) return block.is_write ? -ENOSPC : -ENODATA;
   block.done += uint64_t(result);
   return 0;

@@ -5,6 +5,7 @@ training goes on, slower; `load_problem()` says why, and the report says it once
 """
 
 import ctypes
+import errno
 import functools
 import os
 import zlib
@@ -16,6 +17,8 @@ from pathlib import Path
 _ABI_VERSION = 2
 _LIBRARY = "libspillway_native.so"
 FLOAT32, BFLOAT16 = 0, 1
+# A drive may fail a request once and serve it the next time; one that fails as often as this is broken.
+_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +229,16 @@ def _cut(whole: Transfer, block_bytes: int) -> list[Transfer]:
 
 def _move_plain(part: Transfer, index: int, is_write: bool) -> None:
     view = memoryview((ctypes.c_char * part.num_bytes).from_address(part.address)).cast("B")
-    done = 0
+    move = os.pwritev if is_write else os.preadv
+    done, tries = 0, 0
     while done < part.num_bytes:
-        move = os.pwritev if is_write else os.preadv
         try:
             moved = move(part.fd, [view[done:]], part.offset + done)
         except OSError as error:
-            raise TransferError(error.errno or 5, index) from error
+            tries += 1
+            if error.errno == errno.EIO and tries < _TRIES:
+                continue
+            raise TransferError(error.errno or errno.EIO, index) from error
         if moved == 0:
-            raise TransferError(28 if is_write else 61, index)
+            raise TransferError(errno.ENOSPC if is_write else errno.ENODATA, index)
         done += moved
