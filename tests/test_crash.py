@@ -1,8 +1,11 @@
 """Killed with SIGKILL at any instant, a run goes on and ends as if nothing had happened."""
 
+import signal
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import directories
 import killing
@@ -30,6 +33,20 @@ def test_a_run_killed_at_random_instants_ends_like_one_that_was_not(
     assert [step for step, _ in expected[0]] == list(range(1, 13))
     for hit, run in killing.survive(lambda run: command(inputs, run, place), tmp_path, kills, 7, 1.1 * seconds):
         assert killing.same(killing.outcome(run), expected), f"after {hit} kills"
+
+
+def test_an_export_that_was_killed_leaves_the_run_whole_and_can_be_repeated(
+    inputs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    killing.measure(command(inputs, run, "disk"))
+    for name, before in (("replace", True), ("replace", False), ("fsync", True), ("posix_fallocate", False)):
+        deadly = killing.Deadly(name, 1, before)
+        assert killing.finish(killing.start(["export", str(run), str(out)], deadly)) == -signal.SIGKILL
+        assert killing.finish(killing.start(["verify", str(run)])) == 0
+    assert killing.finish(killing.start(["export", str(run), str(out)])) == 0
+    ours, theirs = (load_file(path / "model.safetensors") for path in (out, run / "model"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_a_kill_around_any_call_that_makes_something_durable_is_survived(

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from spillway.checkpoint.load import load_weights
+from spillway.checkpoint.load import StoreBytes, load_weights, read_parameter
 from spillway.checkpoint.points import SavedPoints
 from spillway.checkpoint.save import MAX_SHARD_BYTES, save_weights
 from spillway.checkpoint.sources import DirectorySource, ModuleSource, WeightSource
@@ -43,6 +43,7 @@ class _Origin:
     """The directory a model on the meta device was loaded from."""
 
     directory: Path
+    allow_pickle: bool
 
 
 _origins: "weakref.WeakKeyDictionary[nn.Module, _Origin]" = weakref.WeakKeyDictionary()
@@ -61,20 +62,29 @@ class Prepared:
     origin: Path | None
     weight_bytes: int  # of all units, as loaded
     extent_bytes: int  # of all units, as saved
+    unexpected: list[str]  # tensors of the model directory that the model has no use for
     on_load: Callable[[int], None] | None = None  # told of the bytes of each window while weights are loaded
 
 
-def load(directory: str | os.PathLike[str], auto_class: Any, dtype: str | torch.dtype = "bfloat16") -> nn.Module:
+def load(
+    directory: str | os.PathLike[str],
+    auto_class: Any,
+    dtype: str | torch.dtype = "bfloat16",
+    *,
+    allow_pickle: bool = False,
+    num_layers: int | None = None,
+) -> nn.Module:
     """A Hugging Face model without its weights, which `prepare` streams into the store shard by shard.
 
     `auto_class`: a transformers class such as AutoModelForCausalLM. `dtype` is the one it computes in; bfloat16
-    keeps an fp32 master. Raises UsageError for a directory that is no model.
+    keeps an fp32 master. `allow_pickle`: also take .bin weights, where there are no safetensors. `num_layers`: only
+    the first blocks. Raises UsageError for a directory that is no model.
     """
     from spillway.integrations.huggingface import build_on_meta, find_directory
 
-    path = find_directory(os.fspath(directory))
-    model = build_on_meta(path, auto_class, as_dtype(dtype))
-    _origins[model] = _Origin(path)
+    path = find_directory(os.fspath(directory), allow_pickle)
+    model = build_on_meta(path, auto_class, as_dtype(dtype), num_layers)
+    _origins[model] = _Origin(path, allow_pickle)
     return model
 
 
@@ -127,7 +137,9 @@ def prepare(
     aliases = _aliases(model)
     in_memory = {name: param.data for name, param in model.named_parameters()} if origin is None else {}
     source: WeightSource = (
-        ModuleSource(in_memory) if origin is None else DirectorySource(origin.directory, model, aliases)
+        ModuleSource(in_memory)
+        if origin is None
+        else DirectorySource(origin.directory, model, aliases, origin.allow_pickle)
     )
     points = SavedPoints(paths[0] if paths else None, units, keep.last)
     geometry = _find_geometry(points, paths, resume)
@@ -162,6 +174,7 @@ def prepare(
         psutil.cpu_count(logical=True) or 1,
     )
     _move_buffers(model, compute)
+    points.buffers = lambda: persistent_buffers(model)
     streaming = StreamingOptimizer(settings, session.placeholders, lambda: _finish(model), points.step)
     session.hypers = streaming.hypers
     session.max_grad_norm = settings.max_grad_norm
@@ -179,7 +192,10 @@ def prepare(
     weight_bytes = sum(unit.layout.weight_bytes for unit in units)
     extent_bytes = sum(unit.layout.extent_bytes for unit in units)
     directory = origin.directory if origin else None
-    _sessions[model] = Prepared(session, streaming, points, budget, planner, directory, weight_bytes, extent_bytes)
+    unexpected = source.unexpected if isinstance(source, DirectorySource) else []
+    _sessions[model] = Prepared(
+        session, streaming, points, budget, planner, directory, weight_bytes, extent_bytes, unexpected
+    )
     _adapt(model, session)
     if example is not None:
         session.open((), dict(example))
@@ -204,7 +220,7 @@ def save_pretrained(
     session.settle()
     if not session.is_open:
         session.open()
-    save_weights(session.store, session.units, persistent_buffers(model), path, max_shard_bytes)
+    save_weights(StoreBytes(session.store), session.units, persistent_buffers(model), path, max_shard_bytes)
     from spillway.integrations.huggingface import save_config
 
     save_config(model, path, parts.origin)
@@ -218,14 +234,12 @@ def close(model: nn.Module) -> None:
 
 def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter as it is at rest, whole, on the CPU: for small models and for tests."""
-    from spillway.checkpoint.load import read_parameter
-
     session = prepared(model).session
     session.settle()
     if not session.is_open:
         session.open()
     return {
-        place.name: read_parameter(session.store, index, place, unit.layout)
+        place.name: read_parameter(StoreBytes(session.store), index, place, unit.layout)
         for index, unit in enumerate(session.units)
         for place in unit.layout.places
     }
@@ -233,12 +247,8 @@ def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that belong into a checkpoint, by name."""
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
 
 
 def make_budget(

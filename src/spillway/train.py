@@ -1,9 +1,7 @@
 """`spillway train`: plan, model and data to steps."""
 
-import hashlib
 import json
 import math
-import os
 import shutil
 import signal
 import statistics
@@ -19,7 +17,7 @@ from safetensors.torch import load_file
 
 from spillway import native
 from spillway.api import Prepared, as_dtype, close, load, prepare, prepared, save_pretrained
-from spillway.checkpoint.load import read_parameter
+from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.data import Batches, DataPosition, Encoded, encode_files
 from spillway.hardware.watch import MemoryWatch
@@ -32,13 +30,14 @@ from spillway.report.chrome import write_chrome_trace
 from spillway.report.metrics import MetricsFile, StepMetrics, sum_lanes
 from spillway.report.progress import Reporter, StepLine
 from spillway.report.tables import RunSummary, print_plan, print_summary
+from spillway.rundir import store_directories, where_saved
 from spillway.spec.errors import DiskError, Interrupted, NonFinite, UsageError
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
 from spillway.spec.plan import KeepPoints
 from spillway.spec.sizes import format_size
 from spillway.store.disk import free_bytes
-from spillway.store.manifest import load_manifest, manifest_files
+from spillway.store.manifest import load_manifest
 
 
 @dataclass(slots=True)
@@ -88,15 +87,15 @@ class _Run:
         options, say = self._options, self._reporter.say
         if native.load_problem():
             say(f"note: {native.load_problem()}: PyTorch and preadv do its work, slower")
-        directory = find_directory(options.model)
+        directory = find_directory(options.model, options.allow_pickle)
         tokenizer = load_tokenizer(directory)
         self._make_directory()
-        self._stores = _store_directories(options, self._directory)
+        self._stores = store_directories(options, self._directory)
         self._encode(tokenizer)
         resumed = self._find_resume()
         torch.manual_seed(options.seed)
         say(f"building {directory} and planning")
-        model = load(directory, CAUSAL_LM, as_dtype(options.dtype))
+        model = load(directory, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle)
         rows = options.per_device_train_batch_size * options.gradient_accumulation_steps
         self._check_length(model)
         self._batches = Batches(
@@ -123,6 +122,9 @@ class _Run:
         )
         self._model = model
         self._parts: Prepared = prepared(model)
+        if self._parts.unexpected:
+            names = ", ".join(self._parts.unexpected[:3]) + (", ..." if len(self._parts.unexpected) > 3 else "")
+            say(f"warning: {directory} has {len(self._parts.unexpected)} tensors this model has no use for: {names}")
         model.train()
         session = self._parts.session
         self._device = session.device.torch_device
@@ -159,7 +161,7 @@ class _Run:
 
     def _find_resume(self) -> bool:
         """Whether there is a saved point of this very run. Raises UsageError where it is of another."""
-        self._saved_in = next((path for path in self._where_saved() if manifest_files(path)), self._stores[0])
+        self._saved_in = where_saved(self._options, self._directory)
         found = load_manifest(self._saved_in)
         if found is None:
             if self._options.resume_from_checkpoint:
@@ -173,15 +175,6 @@ class _Run:
                     f"({_short(saved.get(name))}, now {_short(value)}): give the same one, or another --output-dir"
                 )
         return True
-
-    def _where_saved(self) -> list[Path]:
-        """Directories that may hold the saved points: the first store path of now, and that of last time."""
-        try:
-            values = json.loads((self._directory / "config.json").read_text())
-            before = [Path(path) for path in values["store"]["value"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            before = []
-        return [*self._stores, *before, self._directory / "store"]
 
     def _describe(self) -> dict[str, Any]:
         """What must not change for a resumed run to be the same run."""
@@ -249,10 +242,13 @@ class _Run:
         trial = self._directory / "save-trial"
         index = min(range(len(session.units)), key=lambda unit: session.units[unit].layout.weight_bytes)
         unit = session.units[index]
-        names = save_weights(session.store, session.units, {}, trial, only=index)
+        source = StoreBytes(session.store)
+        names = save_weights(source, session.units, {}, trial, only=index)
         written = load_file(trial / names[0])
         for place in unit.layout.places:
-            if not torch.equal(written[place.name], read_parameter(session.store, index, place, unit.layout)):
+            if not torch.equal(
+                written[place.name], read_parameter(StoreBytes(session.store), index, place, unit.layout)
+            ):
                 raise DiskError(f"{place.name} came back changed from {trial}: the drive or its file system is faulty")
         shutil.rmtree(trial)
 
@@ -442,14 +438,6 @@ def _stop_on_signals(reporter: Reporter) -> Iterator[_Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _store_directories(options: TrainOptions, run: Path) -> tuple[Path, ...]:
-    """One directory for this run under every --store path; without any, inside the run directory."""
-    if not options.store:
-        return (run / "store",)
-    digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]
-    return tuple(Path(os.path.expanduser(path)) / f"spillway-{run.name}-{digest}" for path in options.store)
 
 
 def _short(value: Any) -> str:

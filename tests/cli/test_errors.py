@@ -69,7 +69,7 @@ def test_a_model_directory_without_weights(fail: Fail, tmp_path: Path, data: Pat
     code, message = fail(model, data)
     assert code == 2 and "has no weights" in message
     (model / "pytorch_model.bin").write_bytes(b"")
-    assert "pickled .bin weights" in fail(model, data)[1]
+    assert "only pickled .bin weights" in fail(model, data)[1]
     (model / "config.json").unlink()
     assert "no config.json" in fail(model, data)[1]
 

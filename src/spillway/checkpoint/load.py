@@ -1,6 +1,7 @@
 """Streams weights from a source into the store, a bounded window at a time."""
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
@@ -68,20 +69,34 @@ def _fill(
     return False
 
 
-def read_parameter(store: PlacedStore, unit: int, place: TensorPlace, layout: UnitLayout) -> torch.Tensor:
+class ByteSource(Protocol):
+    """The arrays of units at rest, as bytes."""
+
+    def stream(self, unit: int, name: str, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Pieces (uint8, on the CPU) of the unit's array `name` with their offsets from `begin`; each is valid until
+        the next piece of that array."""
+
+
+class StoreBytes:
+    """A ByteSource over an open store, between steps. One array at a time."""
+
+    def __init__(self, store: PlacedStore) -> None:
+        self._store = store
+
+    def stream(self, unit: int, name: str, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """See ByteSource."""
+        staging = self._store.staging(align(min(_WINDOW_BYTES, end - begin), PAGE) + 2 * PAGE, "reading weights")
+        step = staging.numel() - 2 * PAGE
+        for start in range(begin, end, step):
+            stop = min(start + step, end)
+            yield start - begin, self._store.homes.read_component(unit, name, start, stop, staging)
+
+
+def read_parameter(source: ByteSource, unit: int, place: TensorPlace, layout: UnitLayout) -> torch.Tensor:
     """The whole parameter as it is at rest, a new tensor on the CPU."""
     begin, end = layout.byte_range(place)
     result = torch.empty(place.shape, dtype=place.dtype)
     flat = result.view(-1).view(torch.uint8) if result.numel() else result.view(-1)
-    for start, piece in stream_bytes(store, unit, "weight", begin, end):
+    for start, piece in source.stream(unit, "weight", begin, end):
         flat[start : start + piece.numel()].copy_(piece)
     return result
-
-
-def stream_bytes(store: PlacedStore, unit: int, name: str, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Pieces of an array at rest with their offsets from `begin`; each is valid until the next."""
-    staging = store.staging(align(min(_WINDOW_BYTES, end - begin), PAGE) + 2 * PAGE, "reading weights")
-    step = staging.numel() - 2 * PAGE
-    for start in range(begin, end, step):
-        stop = min(start + step, end)
-        yield start - begin, store.homes.read_component(unit, name, start, stop, staging)

@@ -1,5 +1,6 @@
 """Saved points: what is committed, when, and how a run goes on from it."""
 
+import base64
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from pathlib import Path
 import torch
 
 from spillway import native
+from spillway.checkpoint.saved import compare, expected_checks
 from spillway.model.units import Unit
 from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.sizes import align
@@ -34,6 +36,7 @@ class SavedPoints:
     found: tuple[Manifest, ...] = ()  # the newest first
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
     saved_step: int = 0
+    buffers: Callable[[], dict[str, torch.Tensor]] = dict  # the persistent ones of the model, in use
     warnings: list[str] = field(default_factory=list)  # saved points that could not be used, and why
 
     @property
@@ -111,6 +114,10 @@ class SavedPoints:
                 home.checks[extent] = ExtentChecks.from_text(home.layout, point.units[index].checks)
         for device, state in self.found[0].rng.items():
             _set_rng(device, torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+        buffers = self.buffers()
+        for name, text in self.found[0].buffers.items():
+            buffer = buffers[name]
+            buffer.copy_(from_text(text, buffer.dtype, buffer.shape))
 
     def _use(self, found: tuple[Manifest, ...]) -> None:
         self.found = found
@@ -131,12 +138,26 @@ class SavedPoints:
         )
         geometry = store.homes.need_disk().geometry
         name = native.checksum_name()
-        manifest = Manifest(step, units, geometry, name, fingerprint(self.units), _rng(), dict(self.run))
+        buffers = {name: to_text(tensor) for name, tensor in self.buffers().items()}
+        run = dict(self.run)
+        manifest = Manifest(step, units, geometry, name, fingerprint(self.units), _rng(), run, buffers)
         save_manifest(self.directory, manifest, self.keep_last)
         self.found = (manifest, *self.found)[: self.keep_last]
         for home in store.homes.units:
             home.saved = (home.current, *home.saved)[: self.keep_last]
         self.saved_step = step
+
+
+def to_text(tensor: torch.Tensor) -> str:
+    """Base 64 of a tensor's bytes."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode() if flat.numel() else ""
+
+
+def from_text(text: str, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """What `to_text` gave."""
+    content = bytearray(base64.b64decode(text))
+    return torch.frombuffer(content, dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
 
 
 def fingerprint(units: tuple[Unit, ...]) -> str:
@@ -166,16 +187,8 @@ def _restore_unit(store: PlacedStore, manifest: Manifest, index: int, progress: 
                     target[start : start + size].copy_(content)
             if progress is not None:
                 progress(size)
-    if manifest.checksum == native.checksum_name():
-        expected = ExtentChecks.from_text(home.layout, record.checks)
-        difference = expected.first_difference(found)
-        if difference is not None:
-            offset, size = difference
-            file, at = store.homes.need_disk().where(record.offset + offset)
-            raise DiskError(
-                f"{file} is damaged at offset {at} ({size} bytes of {record.name}): it is not what step "
-                f"{manifest.step} wrote; restore the file or start a new run"
-            )
+    expected = expected_checks(manifest, index, home.layout)
+    compare(manifest, record, expected, found, store.homes.need_disk())
     home.checks[home.current] = found
 
 

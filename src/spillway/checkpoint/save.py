@@ -3,17 +3,17 @@
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from spillway.checkpoint.load import stream_bytes
+from spillway.checkpoint.load import ByteSource
 from spillway.model.units import Unit
+from spillway.optim.update import join_master
 from spillway.spec.errors import DiskError
 from spillway.store.layout import TensorPlace, UnitLayout
-from spillway.store.placed import PlacedStore
 
 MAX_SHARD_BYTES = 5 * 10**9
 _DTYPES = {
@@ -37,27 +37,33 @@ class _Entry:
     num_bytes: int
     unit: int  # -1: a buffer, in `tensor`
     begin: int
+    end: int
+    stored: torch.dtype  # as it is at rest
+    has_low: bool = False  # a bfloat16 weight with the lower half of its master
     tensor: torch.Tensor | None = None
 
 
 def save_weights(
-    store: PlacedStore,
+    source: ByteSource,
     units: tuple[Unit, ...],
     buffers: dict[str, torch.Tensor],
     directory: Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     only: int | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> list[str]:
     """Write every parameter, and persistent `buffers`, under the names of the model; tied parameters once. The files
-    appear under their final names only when whole. `only`: the one unit to write, for a trial. Returns the file names.
-    Raises DiskError when there is no room."""
-    entries = [entry for entry in _entries(units) if only is None or entry.unit == only]
+    appear under their final names only when whole. `only`: the one unit to write, for a trial. `dtype`: what floating
+    point parameters become; wider ones than bfloat16 get every bit of the master. `progress` is called with bytes
+    written. Returns the file names. Raises DiskError when there is no room."""
+    entries = [entry for entry in _entries(units, dtype) if only is None or entry.unit == only]
     shards = _shards(entries + list(_buffer_entries(buffers)), max_shard_bytes)
     names = [_shard_name(index, len(shards)) for index in range(len(shards))]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, shard in zip(names, shards, strict=True):
-            _write_shard(store, directory / name, shard)
+            _write_shard(source, directory / name, shard, progress)
         _write_index(directory, names, shards)
     except OSError as error:
         if isinstance(error, DiskError):
@@ -69,26 +75,30 @@ def save_weights(
     return names
 
 
-def weights_bytes(units: tuple[Unit, ...]) -> int:
+def weights_bytes(units: tuple[Unit, ...], dtype: torch.dtype | None = None) -> int:
     """Bytes of all the shards together, headers aside."""
-    return sum(entry.num_bytes for entry in _entries(units))
+    return sum(entry.num_bytes for entry in _entries(units, dtype))
 
 
-def _entries(units: tuple[Unit, ...]) -> Iterator[_Entry]:
+def _entries(units: tuple[Unit, ...], dtype: torch.dtype | None) -> Iterator[_Entry]:
     for index, unit in enumerate(units):
         for place in unit.layout.places:
-            yield _entry(index, unit.layout, place)
+            yield _entry(index, unit.layout, place, dtype)
 
 
-def _entry(unit: int, layout: UnitLayout, place: TensorPlace) -> _Entry:
+def _entry(unit: int, layout: UnitLayout, place: TensorPlace, dtype: torch.dtype | None) -> _Entry:
     begin, end = layout.byte_range(place)
-    return _Entry(place.name, place.shape, place.dtype, end - begin, unit, begin)
+    written = dtype if dtype is not None and place.dtype.is_floating_point else place.dtype
+    has_low = place.trainable and layout.component("low") is not None
+    num_bytes = place.numel * written.itemsize
+    return _Entry(place.name, place.shape, written, num_bytes, unit, begin, end, place.dtype, has_low)
 
 
 def _buffer_entries(buffers: dict[str, torch.Tensor]) -> Iterator[_Entry]:
     for name, tensor in buffers.items():
         whole = tensor.detach().cpu().contiguous()
-        yield _Entry(name, tuple(whole.shape), whole.dtype, whole.numel() * whole.element_size(), -1, 0, whole)
+        size = whole.numel() * whole.element_size()
+        yield _Entry(name, tuple(whole.shape), whole.dtype, size, -1, 0, size, whole.dtype, tensor=whole)
 
 
 def _shards(entries: list[_Entry], max_bytes: int) -> list[list[_Entry]]:
@@ -107,7 +117,7 @@ def _shard_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_shard(store: PlacedStore, path: Path, shard: list[_Entry]) -> None:
+def _write_shard(source: ByteSource, path: Path, shard: list[_Entry], progress: Callable[[int], None] | None) -> None:
     """The safetensors format: 8 bytes of header length, the header in JSON padded to 8 bytes, the tensors' bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -125,21 +135,33 @@ def _write_shard(store: PlacedStore, path: Path, shard: list[_Entry]) -> None:
         os.posix_fallocate(file.fileno(), 0, 8 + len(text) + at)
         file.write(struct.pack("<Q", len(text)) + text)
         for entry in shard:
-            for piece in _pieces(store, entry):
+            for piece in _pieces(source, entry):
                 file.write(piece.numpy().data)
                 _let_go_of_cache(file.fileno())
+                if progress is not None:
+                    progress(piece.numel())
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
-def _pieces(store: PlacedStore, entry: _Entry) -> Iterator[torch.Tensor]:
+def _pieces(source: ByteSource, entry: _Entry) -> Iterator[torch.Tensor]:
     if entry.tensor is not None:
         if entry.num_bytes:
             yield entry.tensor.reshape(-1).view(torch.uint8)
         return
-    for _, piece in stream_bytes(store, entry.unit, "weight", entry.begin, entry.begin + entry.num_bytes):
-        yield piece
+    weights = source.stream(entry.unit, "weight", entry.begin, entry.end)
+    if entry.dtype is entry.stored:
+        yield from (piece for _, piece in weights)
+    elif entry.has_low:
+        # Lower halves are 2 bytes like the bfloat16 weights: the same byte range.
+        lows = source.stream(entry.unit, "low", entry.begin, entry.end)
+        for (_, weight), (_, low) in zip(weights, lows, strict=True):
+            master = join_master(weight.view(torch.bfloat16), low.view(torch.int16))
+            yield master.to(entry.dtype).view(torch.uint8)
+    else:
+        for _, piece in weights:
+            yield piece.view(entry.stored).to(entry.dtype).view(torch.uint8)
 
 
 def _let_go_of_cache(fd: int) -> None:
@@ -154,4 +176,6 @@ def _write_index(directory: Path, names: list[str], shards: list[list[_Entry]]) 
         return
     weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
     total = sum(entry.num_bytes for shard in shards for entry in shard)
-    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    temporary = index.with_name(index.name + ".new")
+    temporary.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    os.replace(temporary, index)

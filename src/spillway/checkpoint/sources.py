@@ -1,9 +1,11 @@
 """Where weights come from: a module in memory, or the safetensors files of a model directory."""
 
 import json
+import re
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from spillway.spec.errors import UsageError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class WeightSource(Protocol):
@@ -41,56 +44,144 @@ class ModuleSource:
             self._params.pop(name, None)
 
 
+class TensorFile(Protocol):
+    """One open file of a model directory."""
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Of a tensor."""
+
+    def is_float(self, key: str) -> bool:
+        """Whether a tensor holds plain floating point numbers."""
+
+    def read(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class SafetensorsFile:
+    """A safetensors file. Never a whole tensor of more than one row is read at once."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UsageError where it is none."""
+        self._stack = ExitStack()
+        try:
+            self._file: Any = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"{path} cannot be read as safetensors ({error}): download or save it again") from error
+
+    def keys(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self._file.keys())
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """See TensorFile."""
+        return tuple(self._file.get_slice(key).get_shape())
+
+    def is_float(self, key: str) -> bool:
+        """See TensorFile."""
+        return self._file.get_slice(key).get_dtype() in ("F64", "F32", "F16", "BF16")
+
+    def read(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """See TensorFile."""
+        shape = self.shape(key)
+        if not shape:
+            return self._file.get_tensor(key).reshape(-1)[start:stop]
+        row = torch.Size(shape[1:]).numel()
+        first, last = start // row, -(-stop // row)
+        rows = self._file.get_slice(key)[first:last].reshape(-1)
+        return rows[start - first * row : stop - first * row]
+
+    def close(self) -> None:
+        """See TensorFile."""
+        self._stack.close()
+
+
+class PickledFile:
+    """A .bin file that the user allowed; mapped, and unpickled with `weights_only`, which runs no code."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UsageError where it holds anything but tensors."""
+        try:
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else "it ends early"
+            raise UsageError(f"{path} cannot be read as weights only ({first}): use a safetensors copy") from error
+        self._tensors: dict[str, torch.Tensor] = {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}
+
+    def keys(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self._tensors)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """See TensorFile."""
+        return tuple(self._tensors[key].shape)
+
+    def is_float(self, key: str) -> bool:
+        """See TensorFile."""
+        return self._tensors[key].dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+    def read(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """See TensorFile."""
+        return self._tensors[key].reshape(-1)[start:stop]
+
+    def close(self) -> None:
+        """See TensorFile."""
+        self._tensors = {}
+
+
 class DirectorySource:
-    """The safetensors files of a Hugging Face model directory, opened as needed. Never a whole tensor of more than one
-    row is read at once."""
+    """The weight files of a Hugging Face model directory, opened as needed."""
 
-    def __init__(self, directory: Path, model: nn.Module, aliases: dict[str, tuple[str, ...]]) -> None:
-        """`aliases`: every name of each parameter, the canonical one first.
+    def __init__(
+        self, directory: Path, model: nn.Module, aliases: dict[str, tuple[str, ...]], allow_pickle: bool = False
+    ) -> None:
+        """`aliases`: every name of each parameter, the canonical one first. Persistent buffers of `model` are filled.
 
-        Raises UsageError naming what is missing or of another shape.
+        Raises UsageError naming what is missing, of another shape, or no floating point weight. `unexpected` lists
+        tensors that the model has no use for.
         """
         self._directory = directory
-        self._file_of = _files_of(directory)
-        self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
+        self._file_of = _files_of(directory, allow_pickle)
+        self._open: dict[str, TensorFile] = {}
         prefix = getattr(model, "base_model_prefix", "")
-        self._keys = {
-            name: next((key for alias in names for key in _spellings(alias, prefix) if key in self._file_of), "")
-            for name, names in aliases.items()
-        }
+        self._keys = {name: self._find(names, prefix) for name, names in aliases.items()}
         self._check(model)
+        buffers = {
+            name: key
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if not isinstance(tensor, nn.Parameter) and (key := self._find((name,), prefix))
+        }
+        self._fill(model, buffers)
+        used = {*self._keys.values(), *buffers.values()}
+        used |= {key for names in aliases.values() for name in names for key in _spellings(name, prefix)}
+        ignored = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        left = sorted(key for key in self._file_of if key not in used)
+        self.unexpected = [key for key in left if not any(pattern.search(key) for pattern in ignored)]
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See WeightSource."""
-        view = self._handle(self._keys[name]).get_slice(self._keys[name])
-        shape = view.get_shape()
-        if not shape:
-            return self._handle(self._keys[name]).get_tensor(self._keys[name]).reshape(-1)[start:stop]
-        row = torch.Size(shape[1:]).numel()
-        first, last = start // row, -(-stop // row)
-        rows = view[first:last].reshape(-1)
-        return rows[start - first * row : stop - first * row]
+        return self._handle(self._keys[name]).read(self._keys[name], start, stop)
 
     def done(self, names: Iterable[str]) -> None:
         """See WeightSource."""
 
     def close(self) -> None:
         """Close the files."""
+        for file in self._open.values():
+            file.close()
         self._open.clear()
-        self._stack.close()
 
-    def _handle(self, key: str) -> Any:
-        file = self._file_of[key]
-        if file not in self._open:
-            path = self._directory / file
-            try:
-                self._open[file] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (OSError, SafetensorError) as error:
-                raise UsageError(
-                    f"{path} cannot be read as safetensors ({error}): download or save it again"
-                ) from error
-        return self._open[file]
+    def _find(self, names: tuple[str, ...], prefix: str) -> str:
+        return next((key for name in names for key in _spellings(name, prefix) if key in self._file_of), "")
+
+    def _handle(self, key: str) -> TensorFile:
+        name = self._file_of[key]
+        if name not in self._open:
+            path = self._directory / name
+            self._open[name] = SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
+        return self._open[name]
 
     def _check(self, model: nn.Module) -> None:
         params = dict(model.named_parameters())
@@ -98,11 +189,24 @@ class DirectorySource:
         if missing:
             raise UsageError(f"{self._directory} has no weights for {_some(missing)}: is it a {type(model).__name__}?")
         for name, key in self._keys.items():
-            found, wanted = tuple(self._handle(key).get_slice(key).get_shape()), tuple(params[name].shape)
+            file, wanted = self._directory / self._file_of[key], tuple(params[name].shape)
+            found = self._handle(key).shape(key)
             if found != wanted:
+                raise UsageError(f"{file}: {key} has the shape {found} and the model wants {wanted}")
+            if not self._handle(key).is_float(key):
                 raise UsageError(
-                    f"{self._directory / self._file_of[key]}: {key} has the shape {found} and the model wants {wanted}"
+                    f"{file}: {key} holds no plain floating point numbers: a quantised checkpoint cannot be trained, "
+                    f"take the one it was made from"
                 )
+
+    def _fill(self, model: nn.Module, buffers: dict[str, str]) -> None:
+        tensors = model.state_dict(keep_vars=True)
+        for name, key in buffers.items():
+            found, buffer = self._handle(key).shape(key), tensors[name]
+            if found != tuple(buffer.shape):
+                file = self._directory / self._file_of[key]
+                raise UsageError(f"{file}: {key} has the shape {found} and the model wants {tuple(buffer.shape)}")
+            buffer.copy_(self._handle(key).read(key, 0, buffer.numel()).reshape(buffer.shape))
 
 
 def _spellings(name: str, prefix: str) -> tuple[str, ...]:
@@ -112,26 +216,34 @@ def _spellings(name: str, prefix: str) -> tuple[str, ...]:
     return (name, name.removeprefix(prefix + "."), f"{prefix}.{name}")
 
 
-def _files_of(directory: Path) -> dict[str, str]:
-    index, single = directory / _INDEX, directory / _SINGLE
-    if index.exists():
-        try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise UsageError(f"{index} is damaged: it has no weight_map; download the model again") from error
-        absent = sorted({file for file in weight_map.values() if not (directory / file).exists()})
-        if absent:
-            raise UsageError(f"{directory} lacks {_some(absent)}, which its index names: download the model again")
-        return dict(weight_map)
-    if single.exists():
-        try:
-            with safe_open(single, framework="pt", device="cpu") as file:
-                return dict.fromkeys(file.keys(), _SINGLE)
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"{single} cannot be read as safetensors ({error}): download it again") from error
+def _files_of(directory: Path, allow_pickle: bool) -> dict[str, str]:
+    """The file of every tensor. Safetensors where there are any, pickled weights only where allowed."""
+    kinds = [(_SINGLE, _INDEX), *([(_PICKLED, _PICKLED_INDEX)] if allow_pickle else [])]
+    for single, index in kinds:
+        if (directory / index).exists():
+            return _from_index(directory, directory / index)
+        if (directory / single).exists():
+            path = directory / single
+            file = SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
+            keys = file.keys()
+            file.close()
+            return dict.fromkeys(keys, single)
     if any(directory.glob("*.bin")):
-        raise UsageError(f"{directory} holds pickled .bin weights, which can run code: convert it to safetensors first")
+        raise UsageError(
+            f"{directory} holds only pickled .bin weights: convert it to safetensors, or allow them with --allow-pickle"
+        )
     raise UsageError(f"{directory} has no weights: {_SINGLE} or {_INDEX} is missing")
+
+
+def _from_index(directory: Path, index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"{index} is damaged: it has no weight_map; download the model again") from error
+    absent = sorted({file for file in weight_map.values() if not (directory / file).exists()})
+    if absent:
+        raise UsageError(f"{directory} lacks {_some(absent)}, which its index names: download the model again")
+    return dict(weight_map)
 
 
 def _some(names: list[str]) -> str:

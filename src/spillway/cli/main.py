@@ -7,7 +7,9 @@ import click
 
 import spillway
 from spillway.cli.data import data_command
+from spillway.cli.export import export_command
 from spillway.cli.train import train_command
+from spillway.cli.verify import verify_command
 from spillway.spec.errors import SpillwayError
 
 
@@ -19,15 +21,19 @@ def cli() -> None:
     \b
     spillway train MODEL DATA... -o RUN     fine-tune; run it again to go on
     spillway data DATA... --model MODEL     see what will be trained, before it is
+    spillway export RUN DIRECTORY           write a saved point as a Hugging Face model
+    spillway verify RUN                     check saved points, and the arithmetic against plain PyTorch
 
     \b
     Exit codes: 0 ok, 2 usage or data, 3 does not fit, 4 host memory, 5 disk, 6 not finite,
-    130 interrupted and saved.
+    130 interrupted and saved; 1 a verification failed.
     """
 
 
 cli.add_command(train_command)
 cli.add_command(data_command)
+cli.add_command(export_command)
+cli.add_command(verify_command)
 
 
 def main(arguments: list[str] | None = None) -> None:

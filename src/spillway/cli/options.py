@@ -45,6 +45,7 @@ MORE = {
     "update": "auto, serial or overlap: when weights are updated.",
     "weights": "auto, device, host or disk: where weights rest.",
     "states": "auto, device, host or disk: where optimizer states rest.",
+    "allow_pickle": "Read .bin weights where a model has no safetensors.",
 }
 
 

@@ -21,7 +21,7 @@ _CARRIED = ("generation_config.json", "chat_template.jinja", "chat_template.json
             "added_tokens.json", "vocab.json", "merges.txt", "preprocessor_config.json")  # fmt: skip
 
 
-def find_directory(model: str) -> Path:
+def find_directory(model: str, allow_pickle: bool = False) -> Path:
     """The local directory of a model: a path as it is, anything else from the hub. Raises UsageError when it cannot be
     had."""
     path = Path(model)
@@ -32,7 +32,7 @@ def find_directory(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", *(["*.bin"] if allow_pickle else [])]
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except GatedRepoError as error:
@@ -47,8 +47,9 @@ def find_directory(model: str) -> Path:
         ) from error
 
 
-def build_on_meta(directory: Path, auto_class: Any, dtype: torch.dtype) -> nn.Module:
-    """The model of a directory without its weights: parameters on the meta device, buffers real.
+def build_on_meta(directory: Path, auto_class: Any, dtype: torch.dtype, num_layers: int | None = None) -> nn.Module:
+    """The model of a directory without its weights: parameters on the meta device, buffers real. `num_layers`: only
+    the first blocks.
 
     Raises UsageError where the directory has no readable config.
     """
@@ -56,6 +57,8 @@ def build_on_meta(directory: Path, auto_class: Any, dtype: torch.dtype) -> nn.Mo
         raise UsageError(f"{directory} is not a model directory: it has no config.json")
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        if num_layers is not None:
+            cut_layers(config, num_layers)
         build = getattr(auto_class, "from_config", None) or auto_class._from_config
         with accelerate.init_empty_weights(include_buffers=False):
             model = build(config, dtype=dtype)
@@ -69,12 +72,33 @@ def build_on_meta(directory: Path, auto_class: Any, dtype: torch.dtype) -> nn.Mo
     return built
 
 
-def save_config(model: nn.Module, directory: Path, source: Path | None) -> None:
-    """Config, generation config, and what lies beside them in the source: the tokenizer and its template."""
+def cut_layers(config: Any, num_layers: int) -> None:
+    """Make it the config of the first blocks only."""
+    config.num_hidden_layers = num_layers
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, name, None)
+        if isinstance(kinds, list):
+            setattr(config, name, kinds[:num_layers])
+
+
+def build_resident(directory: Path, auto_class: Any, dtype: torch.dtype, num_layers: int | None = None) -> nn.Module:
+    """The same model wholly in memory, by transformers alone: what streaming is compared with."""
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    if num_layers is not None:
+        cut_layers(config, num_layers)
+    transformers.logging.set_verbosity_error()  # it would list every tensor of the blocks left out
+    transformers.logging.disable_progress_bar()
+    found: nn.Module = auto_class.from_pretrained(directory, config=config, dtype=dtype, local_files_only=True)
+    return found
+
+
+def save_config(model: nn.Module, directory: Path, source: Path | None, dtype: torch.dtype | None = None) -> None:
+    """Config, generation config, and what lies beside them in the source: the tokenizer and its template. `dtype`: what
+    the weights were written in."""
     directory.mkdir(parents=True, exist_ok=True)
     config = getattr(model, "config", None)
     if isinstance(config, transformers.PretrainedConfig):
-        config.dtype = next(model.parameters()).dtype
+        config.dtype = dtype or next(model.parameters()).dtype
         config.architectures = [type(model).__name__]
         config.save_pretrained(directory)
         generation = getattr(model, "generation_config", None)

@@ -48,6 +48,12 @@ class NonFinite(SpillwayError):
     exit_code = 6
 
 
+class VerificationFailed(SpillwayError):
+    """A streamed step is not what plain PyTorch computes."""
+
+    exit_code = 1
+
+
 class Interrupted(SpillwayError):
     """The run was interrupted after committing its last finished step."""
 

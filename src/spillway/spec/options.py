@@ -39,6 +39,7 @@ class TrainOptions:
     update: str = "auto"
     weights: str = "auto"
     states: str = "auto"
+    allow_pickle: bool = False
 
     def check(self) -> None:
         """Raise UsageError naming the first value that makes no sense."""

@@ -9,7 +9,7 @@ import torch
 
 from spillway import native
 from spillway.spec.sizes import align
-from spillway.store.layout import PAGE, UnitLayout
+from spillway.store.layout import PAGE, Component, UnitLayout
 
 # Elements per piece of a trained array. Updates work on whole multiples of it.
 PIECE_ELEMENTS = 1 << 18
@@ -83,6 +83,13 @@ class ExtentChecks:
             raise ValueError("the checksums are of another layout")
         made.values = array("I", content)
         return made
+
+    def copy_part(self, other: "ExtentChecks", part: Component) -> None:
+        """Take over the values of one array of the unit."""
+        for region in self._regions:
+            if part.offset <= region.offset < part.offset + part.num_bytes:
+                stop = region.first + region.count
+                self.values[region.first : stop] = other.values[region.first : stop]
 
     def copy_from(self, other: "ExtentChecks") -> None:
         """Take over the values of another extent of the same unit."""

@@ -41,6 +41,7 @@ class Manifest:
     model_fingerprint: str  # names, shapes and dtypes of every parameter
     rng: dict[str, str] = field(default_factory=dict)  # device -> generator state in hexadecimal
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
+    buffers: dict[str, str] = field(default_factory=dict)  # persistent buffers by name, base 64 of their bytes
 
 
 def save_manifest(directory: Path, manifest: Manifest, keep_last: int = 1) -> None:

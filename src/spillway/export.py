@@ -1,0 +1,74 @@
+"""`spillway export`: a saved point to a model directory, without loading the model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spillway.api import persistent_buffers
+from spillway.checkpoint.points import from_text
+from spillway.checkpoint.save import save_weights, weights_bytes
+from spillway.checkpoint.saved import SavedPoint
+from spillway.integrations.huggingface import find_directory, save_config
+from spillway.report.progress import Reporter
+from spillway.rundir import SavedRun, open_run
+from spillway.spec.errors import DiskError, UsageError
+from spillway.spec.sizes import format_size
+from spillway.store.disk import free_bytes
+from spillway.store.manifest import Manifest
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSummary:
+    """What was written where."""
+
+    step: int
+    output: str
+    dtype: str
+    num_bytes: int
+
+
+def export(run: Path, output: Path, dtype: str | None, step: int | None, reporter: Reporter) -> ExportSummary:
+    """Write a saved point (the newest, or that of `step`) as a Hugging Face directory with config and tokenizer.
+    `dtype`: bfloat16, float16 or float32; by default what the run computes in. What is written is checked first.
+
+    Raises UsageError for a wrong choice, DiskError for damage or want of room.
+    """
+    wanted = _DTYPES.get(dtype) if dtype else None
+    if dtype and wanted is None:
+        raise UsageError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}")
+    saved = open_run(run)
+    manifest = _choose(saved, step)
+    need, have = weights_bytes(saved.units, wanted), free_bytes(_existing(output))
+    if need > have:
+        raise DiskError(f"the model takes {format_size(need)} in {output} and {format_size(have)} are free there")
+    for name, buffer in (buffers := persistent_buffers(saved.model)).items():
+        if name in manifest.buffers:
+            buffer.copy_(from_text(manifest.buffers[name], buffer.dtype, buffer.shape))
+    arrays = ("weight", "low") if wanted in (torch.float32, torch.float16) else ("weight",)
+    read = sum(part.num_bytes for unit in saved.units for part in unit.layout.components if part.name in arrays)
+    with SavedPoint(manifest, saved.units) as point:
+        with reporter.counting(f"checking step {manifest.step}", read) as counter:
+            point.verify(counter.advance, arrays)
+        with reporter.counting(f"writing {output}", need) as counter:
+            save_weights(point, saved.units, buffers, output, dtype=wanted, progress=counter.advance)
+    save_config(saved.model, output, find_directory(saved.options.model), wanted)
+    return ExportSummary(manifest.step, str(output), dtype or saved.options.dtype, need)
+
+
+def _choose(saved: SavedRun, step: int | None) -> Manifest:
+    if step is None:
+        return saved.points[0]
+    for point in saved.points:
+        if point.step == step:
+            return point
+    known = ", ".join(str(point.step) for point in saved.points)
+    raise UsageError(f"step {step} is not saved: there is {known} (--save-total-limit keeps more)")
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path

@@ -1,0 +1,81 @@
+"""What a run directory says about its run."""
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from spillway.api import as_dtype, load
+from spillway.checkpoint.points import fingerprint
+from spillway.integrations.huggingface import CAUSAL_LM
+from spillway.model.units import Unit, find_units
+from spillway.spec.errors import DiskError, UsageError
+from spillway.spec.options import TrainOptions
+from spillway.store.manifest import Manifest, load_manifests, manifest_files
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A run on disk: how it was started, its model without weights, and its saved points (the newest first)."""
+
+    options: TrainOptions
+    model: nn.Module
+    units: tuple[Unit, ...]
+    points: tuple[Manifest, ...]
+    damaged: tuple[str, ...]  # saved points that cannot be read, and why
+
+
+def read_options(run: Path) -> TrainOptions:
+    """The options a run was last started with. Raises UsageError where the directory is no run."""
+    path = run / "config.json"
+    try:
+        values: dict[str, Any] = {name: entry["value"] for name, entry in json.loads(path.read_text()).items()}
+    except FileNotFoundError as error:
+        raise UsageError(f"{run} is not a run directory: it has no config.json") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} cannot be read: start the run again to write it anew") from error
+    known = {field.name for field in fields(TrainOptions)}
+    kept: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in known
+    }
+    return TrainOptions(**kept)
+
+
+def store_directories(options: TrainOptions, run: Path) -> tuple[Path, ...]:
+    """One directory for this run under every --store path; without any, inside the run directory."""
+    if not options.store:
+        return (run / "store",)
+    digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]
+    return tuple(Path(os.path.expanduser(path)) / f"spillway-{run.name}-{digest}" for path in options.store)
+
+
+def where_saved(options: TrainOptions, run: Path) -> Path:
+    """The directory with the saved points: under the first store path of now or of last time, or in the run."""
+    candidates = [*store_directories(options, run)]
+    if (run / "config.json").exists():
+        with suppress(UsageError):
+            candidates += store_directories(read_options(run), run)
+    candidates.append(run / "store")
+    return next((path for path in candidates if manifest_files(path)), candidates[0])
+
+
+def open_run(run: Path) -> SavedRun:
+    """Read a run directory. Raises UsageError where it is none or holds no saved point, DiskError where the saved
+    points are of another model or all damaged."""
+    options = read_options(run)
+    directory = where_saved(options, run)
+    good, bad = load_manifests(directory)
+    if not good and bad:
+        raise DiskError(bad[0])
+    if not good:
+        raise UsageError(f"{run} holds no saved point yet: {directory} is empty")
+    model = load(options.model, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle)
+    units = find_units(model)
+    if good[0].model_fingerprint != fingerprint(units):
+        raise DiskError(f"{directory} was saved from another model than {options.model} now is: bring that model back")
+    return SavedRun(options, model, units, tuple(good), tuple(bad))

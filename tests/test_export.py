@@ -1,0 +1,92 @@
+"""Saved points on their way out, and what verify says of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import directories
+from spillway.cli.main import run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("trained")
+    model, data = directories.make_model(directory / "llama"), directories.make_texts(directory / "texts.jsonl")
+    fixed = "--max-length 64 --per-device-train-batch-size 2 --learning-rate 1e-3 --device cpu --max-steps 5"
+    more = "--states disk --weights disk --save-total-limit 3"
+    assert run(["train", str(model), str(data), "-o", str(directory / "run"), *fixed.split(), *more.split()]) == 0
+    return directory / "run"
+
+
+def test_an_exported_point_is_the_final_model(trained: Path, tmp_path: Path) -> None:
+    assert run(["export", str(trained), str(tmp_path / "out")]) == 0
+    ours, theirs = load_file(tmp_path / "out" / "model.safetensors"), load_file(trained / "model" / "model.safetensors")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_an_export_to_float32_holds_every_bit_of_the_masters(trained: Path, tmp_path: Path) -> None:
+    for dtype in ("float32", "float16"):
+        assert run(["export", str(trained), str(tmp_path / dtype), "--dtype", dtype]) == 0
+    wide, half = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "float16"))
+    narrow = load_file(trained / "model" / "model.safetensors")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "float32").dtype == torch.float32
+    below = 0
+    for name, weight in wide.items():
+        assert weight.dtype == torch.float32 and torch.equal(half[name], weight.half())
+        # bfloat16 weights are the masters rounded to nearest.
+        torch.testing.assert_close(narrow[name].float(), weight, rtol=2**-8, atol=0)
+        below += int((weight != narrow[name].float()).sum())
+    assert below > 0, "the lower halves are missing"
+
+
+def test_an_earlier_point_is_exported_by_its_step(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["export", str(trained), str(tmp_path / "out"), "--step", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+    ours, theirs = load_file(tmp_path / "out" / "model.safetensors"), load_file(trained / "model" / "model.safetensors")
+    assert not all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert run(["export", str(trained), str(tmp_path / "out"), "--step", "1"]) == 2
+    assert "step 1 is not saved: there is 5, 4, 3" in capsys.readouterr().err
+
+
+def test_verify_reads_every_byte_and_names_what_is_damaged(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["verify", str(trained), "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [point["step"] for point in points] == [5, 4, 3] and not any(point["problem"] for point in points)
+    manifest = json.loads((trained / "store" / "step-00000004.json").read_text())["body"]
+    file, offset = trained / "store" / "spillway.data", manifest["units"][2]["offset"] + 4096
+    content = bytearray(file.read_bytes())
+    content[offset] ^= 1
+    before = file.read_bytes()
+    file.write_bytes(content)
+    try:
+        assert run(["verify", str(trained)]) == 5
+        message = " ".join(capsys.readouterr().err.split())
+        assert f"{file} is damaged at offset" in message and "step 5: 2" in message
+        assert run(["export", str(trained), str(tmp_path / "out"), "--step", "4"]) == 5
+        assert run(["export", str(trained), str(tmp_path / "out"), "--step", "5"]) == 0
+    finally:
+        file.write_bytes(before)
+
+
+def test_verify_compares_streamed_steps_with_plain_pytorch(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", str(trained), "--against-resident", "3", "--layers", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["against_resident"]
+    assert found["steps"] == 3 and found["layers"] == 2
+    assert 0 <= found["largest_loss_difference"] < 1e-2 and len(set(found["losses"])) == 3
+    assert found["largest_weight"] > 0 and not list(trained.glob("verify-*"))
+
+
+def test_a_directory_that_is_no_run_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["verify", str(tmp_path)], ["export", str(tmp_path), str(tmp_path / "out")]):
+        assert run(command) == 2
+        assert "is not a run directory" in capsys.readouterr().err
