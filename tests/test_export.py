@@ -45,6 +45,22 @@ def test_an_export_to_float32_holds_every_bit_of_the_masters(trained: Path, tmp_
     assert below > 0, "the lower halves are missing"
 
 
+def test_narrow_states_train_and_export_from_float32_sources(tmp_path: Path) -> None:
+    model, data = directories.make_model(tmp_path / "llama"), directories.make_texts(tmp_path / "texts.jsonl")
+    fixed = "--max-length 64 --per-device-train-batch-size 2 --learning-rate 1e-3 --device cpu --max-steps 20"
+    more = "--states disk --weights disk --optim adamw_8bit --master-bits 24"
+    out = tmp_path / "run"
+    assert run(["train", str(model), str(data), "-o", str(out), *fixed.split(), *more.split()]) == 0
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
+    assert run(["verify", str(out)]) == 0
+    assert run(["export", str(out), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
+    wide, narrow = load_file(tmp_path / "wide" / "model.safetensors"), load_file(out / "model" / "model.safetensors")
+    for name, weight in wide.items():
+        torch.testing.assert_close(narrow[name].float(), weight, rtol=2**-8, atol=0)
+        assert not (weight.view(torch.int32) & 0xFF).any(), "a master has more than 24 bits"
+
+
 def test_an_earlier_point_is_exported_by_its_step(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,31 +47,42 @@ SPILLWAY_API void spillway_crc32c(const void* data, uint64_t bytes, uint64_t fir
 
 /* ---- Optimizer ---- */
 
-enum { SPILLWAY_FLOAT32 = 0, SPILLWAY_BFLOAT16 = 1 };
+enum { SPILLWAY_FLOAT32 = 0, SPILLWAY_BFLOAT16 = 1, SPILLWAY_FLOAT16 = 2, SPILLWAY_8BIT = 3 };
+enum { SPILLWAY_ADAMW = 0, SPILLWAY_LION = 1, SPILLWAY_SGD = 2 };
 
-/* One AdamW step over n elements, in place; the scalars are those of torch.optim.AdamW, already in the precision in
- * which it applies them. Weights are either float32, or bfloat16 with `low` holding the lower half of the fp32 master. */
+/* One optimizer step over n elements, in place; the scalars are those of the torch.optim classes, already in the
+ * precision in which they apply them. Weights are float32, or bfloat16 with `low` holding what the fp32 master has below
+ * them: its lower 16 bits, or 8 of them. Moments are float32, bfloat16, or 8 bits in blocks of 64 elements; narrow ones
+ * are rounded stochastically by a hash of the element's number and the seed, so the same call gives the same bits. */
 typedef struct {
   void* weight;
-  uint16_t* low; /* NULL for float32 weights */
-  float* m;
-  float* v;
+  void* low; /* NULL for float32 weights */
+  void* m;
+  void* v;         /* AdamW only */
+  uint8_t* scales; /* 8 bits: two bytes a block, the exponents of m and v */
   const void* grad;
-  uint64_t n;
+  uint64_t n;     /* 8 bits: whole blocks */
+  uint64_t first; /* number of the first element, for the hash */
+  int32_t rule;
   int32_t weight_type;
+  int32_t low_bits; /* 16 or 8 */
+  int32_t moment_type;
   int32_t grad_type;
-  float grad_scale;        /* 1 leaves the gradient as it is */
-  float decay;             /* 1 - lr * weight_decay */
+  uint32_t seed;
+  float grad_scale; /* 1 leaves the gradient as it is */
+  float decay;      /* AdamW, Lion: 1 - lr * weight_decay */
+  float l2;         /* SGD: weight_decay, added to the gradient */
+  float beta1;      /* SGD: momentum */
   float one_minus_beta1;
   float beta2;
   float one_minus_beta2;
   float bias_correction2_sqrt;
   float eps;
-  float negative_step_size; /* -lr / bias_correction1 */
-} spillway_adamw_args;
+  float negative_step_size; /* AdamW: -lr / bias_correction1; Lion, SGD: -lr */
+} spillway_update_args;
 
 /* 0 or -EINVAL. */
-SPILLWAY_API int32_t spillway_adamw(const spillway_adamw_args* args, int32_t threads);
+SPILLWAY_API int32_t spillway_update(const spillway_update_args* args, int32_t threads);
 
 /* Sum of squares in double precision; the same bits whatever the number of threads. */
 SPILLWAY_API double spillway_sum_squares(const void* values, int32_t type, uint64_t n, int32_t threads);

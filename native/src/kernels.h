@@ -4,7 +4,7 @@
 
 struct Kernels {
   const char* name;
-  void (*adamw)(const spillway_adamw_args&, uint64_t begin, uint64_t end);
+  void (*update)(const spillway_update_args&, uint64_t begin, uint64_t end);
   double (*sum_squares)(const void* values, int32_t type, uint64_t begin, uint64_t end);
 };
 

@@ -28,17 +28,22 @@ const Kernels& kernels() {
 
 }  // namespace
 
-int32_t spillway_abi_version() { return 2; }
+int32_t spillway_abi_version() { return 3; }
 
 const char* spillway_kernel_name() { return kernels().name; }
 
-int32_t spillway_adamw(const spillway_adamw_args* args, int32_t threads) {
-  const spillway_adamw_args& a = *args;
-  const bool split = a.weight_type == SPILLWAY_BFLOAT16;
-  if (a.weight_type < 0 || a.weight_type > 1 || a.grad_type < 0 || a.grad_type > 1 || (split && a.low == nullptr && a.n != 0))
+int32_t spillway_update(const spillway_update_args* args, int32_t threads) {
+  const spillway_update_args& a = *args;
+  const bool split = a.weight_type == SPILLWAY_BFLOAT16, narrow = a.moment_type == SPILLWAY_8BIT;
+  const bool known = a.rule >= SPILLWAY_ADAMW && a.rule <= SPILLWAY_SGD && (split || a.weight_type == SPILLWAY_FLOAT32) &&
+                     a.grad_type >= SPILLWAY_FLOAT32 && a.grad_type <= SPILLWAY_FLOAT16 &&
+                     (a.moment_type == SPILLWAY_FLOAT32 || a.moment_type == SPILLWAY_BFLOAT16 || narrow);
+  if (!known) return -EINVAL;
+  if (a.n != 0 && ((split && (a.low == nullptr || (a.low_bits != 16 && a.low_bits != 8))) || a.m == nullptr ||
+                   (a.rule == SPILLWAY_ADAMW && a.v == nullptr) || (narrow && (a.scales == nullptr || a.n % 64 != 0))))
     return -EINVAL;
   ThreadPool::shared().run((a.n + kChunk - 1) / kChunk, threads, [&](uint64_t chunk) {
-    kernels().adamw(a, chunk * kChunk, std::min(a.n, (chunk + 1) * kChunk));
+    kernels().update(a, chunk * kChunk, std::min(a.n, (chunk + 1) * kChunk));
   });
   return 0;
 }

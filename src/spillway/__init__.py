@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "AdamW": "spillway.optim.config",
+    "Lion": "spillway.optim.config",
+    "SGD": "spillway.optim.config",
     "load": "spillway.api",
     "prepare": "spillway.api",
     "save_pretrained": "spillway.api",

@@ -19,7 +19,7 @@ from spillway.checkpoint.sources import DirectorySource, ModuleSource, WeightSou
 from spillway.hardware.limits import free_host_bytes, process_bytes
 from spillway.hardware.probe import measure, measure_shares
 from spillway.model.units import Unit, find_units
-from spillway.optim.config import AdamW
+from spillway.optim.config import AdamW, Settings, state_format
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.plan.search import PlanRequest, make_plan
 from spillway.runtime.device import Device, open_device
@@ -98,7 +98,7 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def prepare(
     model: nn.Module,
-    optimizer: AdamW | None = None,
+    optimizer: Settings | None = None,
     *,
     store: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     device: str = "auto",
@@ -133,7 +133,7 @@ def prepare(
     origin = _origins.get(model)
     if origin is None and any(param.is_meta for param in model.parameters()):
         raise UsageError("the model is on the meta device and was not made by spillway.load: there are no weights")
-    units = find_units(model)
+    units = find_units(model, state_format(settings))
     aliases = _aliases(model)
     in_memory = {name: param.data for name, param in model.named_parameters()} if origin is None else {}
     source: WeightSource = (
@@ -162,7 +162,7 @@ def prepare(
         bool(paths),
         keep,
     )
-    planner = _Planner(compute, units, paths, budget, request)
+    planner = _Planner(compute, units, paths, budget, request, settings)
     session = Session(
         model,
         units,
@@ -291,13 +291,20 @@ class _Planner:
     """Measures the machine once, then plans any profile."""
 
     def __init__(
-        self, device: Device, units: tuple[Unit, ...], paths: tuple[Path, ...], budget: Budget, request: PlanRequest
+        self,
+        device: Device,
+        units: tuple[Unit, ...],
+        paths: tuple[Path, ...],
+        budget: Budget,
+        request: PlanRequest,
+        settings: Settings,
     ) -> None:
         self._device = device
         self._dtype = max((unit.layout for unit in units), key=lambda layout: layout.num_trainable).dtype
         self._paths = paths
         self._budget = budget
         self._request = request
+        self._form = state_format(settings)
         self._placed: Plan | None = None
         self._hardware: HardwareSpec | None = None
 
@@ -321,6 +328,7 @@ class _Planner:
                 lambda target, source: self._device.copy("upload", target, source, []),
                 rows,
                 hidden,
+                self._form,
             )
         return self._hardware
 

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 _LIBRARY = "libspillway_native.so"
-FLOAT32, BFLOAT16 = 0, 1
+FLOAT32, BFLOAT16, FLOAT16, EIGHT_BIT = 0, 1, 2, 3
+ADAMW, LION, SGD = 0, 1, 2
 # A drive may fail a request once and serve it the next time; one that fails as often as this is broken.
 _TRIES = 4
 
@@ -49,20 +50,28 @@ class _Transfer(ctypes.Structure):
     )
 
 
-class AdamWArgs(ctypes.Structure):
-    """Mirror of spillway_adamw_args in native/include/spillway.h."""
+class UpdateArgs(ctypes.Structure):
+    """Mirror of spillway_update_args in native/include/spillway.h."""
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
         ("low", ctypes.c_void_p),
         ("m", ctypes.c_void_p),
         ("v", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
         ("n", ctypes.c_uint64),
+        ("first", ctypes.c_uint64),
+        ("rule", ctypes.c_int32),
         ("weight_type", ctypes.c_int32),
+        ("low_bits", ctypes.c_int32),
+        ("moment_type", ctypes.c_int32),
         ("grad_type", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
         ("grad_scale", ctypes.c_float),
         ("decay", ctypes.c_float),
+        ("l2", ctypes.c_float),
+        ("beta1", ctypes.c_float),
         ("one_minus_beta1", ctypes.c_float),
         ("beta2", ctypes.c_float),
         ("one_minus_beta2", ctypes.c_float),
@@ -106,8 +115,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         ctypes.c_void_p,
         ctypes.c_int32,
     )
-    library.spillway_adamw.restype = ctypes.c_int32
-    library.spillway_adamw.argtypes = (ctypes.POINTER(AdamWArgs), ctypes.c_int32)
+    library.spillway_update.restype = ctypes.c_int32
+    library.spillway_update.argtypes = (ctypes.POINTER(UpdateArgs), ctypes.c_int32)
     library.spillway_sum_squares.restype = ctypes.c_double
     library.spillway_sum_squares.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64, ctypes.c_int32)
     return library, ""
@@ -129,11 +138,11 @@ def kernel_name() -> str:
     return "pytorch" if library is None else str(library.spillway_kernel_name().decode())
 
 
-def adamw(args: AdamWArgs, threads: int) -> None:
-    """One AdamW step in place; needs `available()`. The GIL is not held."""
+def update(args: UpdateArgs, threads: int) -> None:
+    """One optimizer step in place; needs `available()`. The GIL is not held."""
     library = _load()[0]
-    if library is None or library.spillway_adamw(ctypes.byref(args), threads) != 0:
-        raise ValueError("the native AdamW kernel refused its arguments")
+    if library is None or library.spillway_update(ctypes.byref(args), threads) != 0:
+        raise ValueError("the native optimizer kernel refused its arguments")
 
 
 def sum_squares(address: int, dtype: int, numel: int, threads: int) -> float:

@@ -14,6 +14,7 @@ from spillway.api import as_dtype, load
 from spillway.checkpoint.points import fingerprint
 from spillway.integrations.huggingface import CAUSAL_LM
 from spillway.model.units import Unit, find_units
+from spillway.optim.config import settings_of, state_format
 from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.options import TrainOptions
 from spillway.store.manifest import Manifest, load_manifests, manifest_files
@@ -75,7 +76,7 @@ def open_run(run: Path) -> SavedRun:
     if not good:
         raise UsageError(f"{run} holds no saved point yet: {directory} is empty")
     model = load(options.model, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle)
-    units = find_units(model)
+    units = find_units(model, state_format(settings_of(options)))
     if good[0].model_fingerprint != fingerprint(units):
         raise DiskError(f"{directory} was saved from another model than {options.model} now is: bring that model back")
     return SavedRun(options, model, units, tuple(good), tuple(bad))

@@ -24,7 +24,7 @@ from spillway.hardware.watch import MemoryWatch
 from spillway.integrations.huggingface import CAUSAL_LM, find_directory
 from spillway.integrations.schedules import make_schedule
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
-from spillway.optim.config import AdamW
+from spillway.optim.config import settings_of
 from spillway.plan.simulate import simulate
 from spillway.report.chrome import write_chrome_trace
 from spillway.report.metrics import MetricsFile, StepMetrics, sum_lanes
@@ -102,9 +102,7 @@ class _Run:
             self._data.samples, rows, options.max_length, options.seed, options.packing, pad_id(tokenizer)
         )
         self._total = self._count_steps()
-        clip = options.max_grad_norm if options.max_grad_norm > 0 else None
-        betas = (options.adam_beta1, options.adam_beta2)
-        settings = AdamW(options.learning_rate, betas, options.adam_epsilon, options.weight_decay, clip)
+        settings = settings_of(options)
         model, self._optimizer = prepare(
             model,
             settings,
@@ -180,7 +178,8 @@ class _Run:
         """What must not change for a resumed run to be the same run."""
         options = self._options
         names = ("seed", "max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "packing", "dtype",
-                 "learning_rate", "num_train_epochs", "max_steps", "max_grad_norm", "weight_decay", "adam_beta1",
+                 "learning_rate", "num_train_epochs", "max_steps", "max_grad_norm", "optim", "master_bits",
+                 "weight_decay", "adam_beta1",
                  "adam_beta2", "adam_epsilon", "warmup_ratio", "lr_scheduler_type")  # fmt: skip
         return {**{name: getattr(options, name) for name in names}, "data": self._data.fingerprint()}
 
@@ -213,7 +212,7 @@ class _Run:
         direct = session.store.homes.need_disk().direct
         self._reporter.say(
             f"store {', '.join(map(str, self._stores))} ({engine}{', O_DIRECT' if direct else ', page cache'}) · "
-            f"AdamW {native.kernel_name()}"
+            f"{self._options.optim} {native.kernel_name()}"
         )
         (self._directory / "plan.json").write_text(json.dumps(to_json(self._plan)))
         values = {

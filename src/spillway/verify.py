@@ -15,7 +15,7 @@ from spillway.data import Batches, DataPosition, encode_files
 from spillway.hardware.limits import free_host_bytes
 from spillway.integrations.huggingface import CAUSAL_LM, build_resident, find_directory
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
-from spillway.optim.config import AdamW
+from spillway.optim.config import AdamW, settings_of
 from spillway.optim.update import split_master
 from spillway.report.progress import Reporter
 from spillway.rundir import open_run, read_options
@@ -132,7 +132,7 @@ def _streamed(
     model = load(
         options.model, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle, num_layers=layers
     )
-    settings = _settings(options)
+    settings = _exact(options)
     with tempfile.TemporaryDirectory(dir=run, prefix="verify-") as store:
         model, optimizer = prepare(
             model,
@@ -170,7 +170,7 @@ def _resident(
     model = build_resident(find_directory(options.model), CAUSAL_LM, dtype, layers).train()
     params = dict(model.named_parameters())
     masters = {name: nn.Parameter(param.detach().float()) for name, param in params.items()}
-    settings = _settings(options)
+    settings = _exact(options)
     groups = [
         {"params": [m for m in masters.values() if m.dim() > 1], "weight_decay": settings.weight_decay},
         {"params": [m for m in masters.values() if m.dim() <= 1], "weight_decay": 0.0},
@@ -194,7 +194,9 @@ def _resident(
     return losses, {name: param.detach() for name, param in params.items()}
 
 
-def _settings(options: TrainOptions) -> AdamW:
-    clip = options.max_grad_norm if options.max_grad_norm > 0 else None
-    made = AdamW(options.learning_rate, (options.adam_beta1, options.adam_beta2), options.adam_epsilon)
-    return replace(made, weight_decay=options.weight_decay, max_grad_norm=clip)
+def _exact(options: TrainOptions) -> AdamW:
+    """The run's AdamW; narrow states have no counterpart in plain PyTorch, so they are compared in their exact form."""
+    settings = settings_of(replace(options, optim="adamw", master_bits=32))
+    if not isinstance(settings, AdamW):
+        raise AssertionError("--optim adamw is AdamW")
+    return settings

@@ -23,17 +23,21 @@ class Run:
     """A model under training, one deterministic batch per step."""
 
     def __init__(
-        self, store: Path | Sequence[Path], resume: bool | Path = False, freeze: str = "", **options: Any
+        self,
+        store: Path | Sequence[Path],
+        resume: bool | Path = False,
+        freeze: str = "",
+        settings: Any = None,
+        **options: Any,
     ) -> None:
         model = models.two_lists().to(torch.bfloat16)
         for name, param in model.named_parameters():
             if freeze and freeze in name:
                 param.requires_grad_(False)
-        settings = {"device": "cpu", "states": "disk", "weights": "disk", "keep": TWO, **options}
+        where = {"device": "cpu", "states": "disk", "weights": "disk", "keep": TWO, **options}
+        settings = settings or spillway.AdamW(lr=1e-2, max_grad_norm=None)
         self.model: nn.Module
-        self.model, self.optimizer = spillway.prepare(
-            model, spillway.AdamW(lr=1e-2, max_grad_norm=None), store=store, resume=resume, **settings
-        )
+        self.model, self.optimizer = spillway.prepare(model, settings, store=store, resume=resume, **where)
         try:
             prepared(self.model).session.open((), self.batch(0))
         except SpillwayError:
@@ -175,6 +179,28 @@ def test_a_run_whose_drives_are_mounted_elsewhere_goes_on(tmp_path: Path, expect
     shutil.move(tmp_path / "b", tmp_path / "mounted-b")
     run = Run([tmp_path / "mounted-a", tmp_path / "mounted-b"], resume=True)
     assert same(run.train(6).end(), expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    (
+        spillway.AdamW(lr=1e-2, max_grad_norm=None, moments="8bit", master_bits=24),
+        spillway.AdamW(lr=1e-2, max_grad_norm=None, moments="bfloat16"),
+        spillway.Lion(lr=1e-3, max_grad_norm=None, moments="8bit"),
+        spillway.SGD(lr=1e-1, max_grad_norm=1.0),
+    ),
+    ids=str,
+)
+def test_narrow_states_give_the_same_bits_wherever_they_rest_and_after_a_resume(
+    tmp_path: Path, settings: spillway.AdamW
+) -> None:
+    on_disk = Run(tmp_path / "disk", settings=settings).train(4).end()
+    in_memory = Run(tmp_path / "host", settings=settings, states="host", weights="host").train(4).end()
+    assert same(on_disk, in_memory)
+    Run(tmp_path / "cut", settings=settings).train(2).end()
+    assert same(Run(tmp_path / "cut", settings=settings, resume=True).train(4).end(), on_disk)
+    with pytest.raises(DiskError, match="another model"):
+        Run(tmp_path / "cut", resume=True)
 
 
 @pytest.mark.parametrize("freeze", ("first", "bias"))

@@ -10,7 +10,7 @@ from spillway.model.units import Unit
 from spillway.optim.update import split_master
 from spillway.spec.sizes import align
 from spillway.store.checks import PIECE_ELEMENTS
-from spillway.store.layout import PAGE, TensorPlace, UnitLayout
+from spillway.store.layout import PAGE, Component, TensorPlace, UnitLayout
 from spillway.store.placed import PlacedStore
 
 _WINDOW_BYTES = 64 << 20
@@ -40,12 +40,22 @@ def load_weights(
                 has_low |= _fill(layout, place, source, start, weight, low)
             store.homes.write_component(index, "weight", start, weight, all_extents=True)
             part = layout.component("low")
-            if part is not None and has_low and start < part.num_bytes:
-                # Lower halves are 2 bytes like the bfloat16 weights, so they lie at the same offsets.
-                store.homes.write_component(index, "low", start, low[: min(size, part.num_bytes - start)], True)
+            if part is not None and has_low:
+                _put_low(store, index, part, start // 2, low[:size])
             if progress is not None:
                 progress(size)
         source.done(place.name for place in layout.places)
+
+
+def _put_low(store: PlacedStore, index: int, part: Component, first: int, low: torch.Tensor) -> None:
+    """Put what masters have below their bfloat16 weights to rest, from element `first` on. `low`: 16 bits each."""
+    at = first * part.element_bytes
+    if part.element_bytes == 1:
+        upper = (low.view(torch.int16).to(torch.int32) >> 8).to(torch.uint8)
+        low = low[: align(upper.numel(), PAGE)]  # in place: what is written lies at whole pages
+        low.zero_()[: upper.numel()] = upper
+    if at < part.num_bytes:
+        store.homes.write_component(index, "low", at, low[: part.num_bytes - at], all_extents=True)
 
 
 def _fill(

@@ -163,7 +163,12 @@ def from_text(text: str, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
 def fingerprint(units: tuple[Unit, ...]) -> str:
     """Names, shapes and dtypes of every parameter, in short."""
     described = [
-        (unit.name, [(p.name, p.shape, str(p.dtype), p.trainable) for p in unit.layout.places]) for unit in units
+        (
+            unit.name,
+            repr(unit.layout.state_format),
+            [(p.name, p.shape, str(p.dtype), p.trainable) for p in unit.layout.places],
+        )
+        for unit in units
     ]
     return hashlib.sha256(repr(described).encode()).hexdigest()
 
@@ -201,7 +206,7 @@ def _copy_frozen(store: PlacedStore, index: int) -> None:
         return
     for extent in others:
         home.checks[extent].copy_from(home.checks[home.current])
-    trained = align(home.layout.num_trainable * part.element_bytes, PAGE)
+    trained = align(part.bytes_of(home.layout.num_trainable), PAGE)
     staging = store.staging(_WINDOW_BYTES, "resuming")
     step = staging.numel() // PAGE * PAGE
     for start in range(trained, part.num_bytes, step):

@@ -39,7 +39,7 @@ class _Entry:
     begin: int
     end: int
     stored: torch.dtype  # as it is at rest
-    has_low: bool = False  # a bfloat16 weight with the lower half of its master
+    low_bytes: int = 0  # a bfloat16 weight: what its master has below it
     tensor: torch.Tensor | None = None
 
 
@@ -89,9 +89,11 @@ def _entries(units: tuple[Unit, ...], dtype: torch.dtype | None) -> Iterator[_En
 def _entry(unit: int, layout: UnitLayout, place: TensorPlace, dtype: torch.dtype | None) -> _Entry:
     begin, end = layout.byte_range(place)
     written = dtype if dtype is not None and place.dtype.is_floating_point else place.dtype
-    has_low = place.trainable and layout.component("low") is not None
+    low = layout.component("low") if place.trainable else None
     num_bytes = place.numel * written.itemsize
-    return _Entry(place.name, place.shape, written, num_bytes, unit, begin, end, place.dtype, has_low)
+    return _Entry(
+        place.name, place.shape, written, num_bytes, unit, begin, end, place.dtype, low.element_bytes if low else 0
+    )
 
 
 def _buffer_entries(buffers: dict[str, torch.Tensor]) -> Iterator[_Entry]:
@@ -153,11 +155,11 @@ def _pieces(source: ByteSource, entry: _Entry) -> Iterator[torch.Tensor]:
     weights = source.stream(entry.unit, "weight", entry.begin, entry.end)
     if entry.dtype is entry.stored:
         yield from (piece for _, piece in weights)
-    elif entry.has_low:
-        # Lower halves are 2 bytes like the bfloat16 weights: the same byte range.
-        lows = source.stream(entry.unit, "low", entry.begin, entry.end)
+    elif entry.low_bytes:
+        size = entry.low_bytes
+        lows = source.stream(entry.unit, "low", entry.begin // 2 * size, entry.end // 2 * size)
         for (_, weight), (_, low) in zip(weights, lows, strict=True):
-            master = join_master(weight.view(torch.bfloat16), low.view(torch.int16))
+            master = join_master(weight.view(torch.bfloat16), low.view(torch.int16 if size == 2 else torch.uint8))
             yield master.to(entry.dtype).view(torch.uint8)
     else:
         for _, piece in weights:

@@ -40,7 +40,8 @@ class SavedPoint:
         window = self._windows.setdefault(name, Arena(_WINDOW_BYTES).buffer)
         part = self._units[unit].layout.component(name)
         base = self.manifest.units[unit].offset + (part.offset if part else 0)
-        step = window.numel() - 2 * PAGE
+        # As many elements at a time whatever the array, so that two of them can be streamed side by side.
+        step = (window.numel() - 2 * PAGE) // 4 * (part.element_bytes if part else 1)
         for start in range(begin, end, step):
             stop = min(start + step, end)
             first, last = start // PAGE * PAGE, align(stop, PAGE)

@@ -33,8 +33,10 @@ FIRST_PAGE = {
 MORE = {
     "save_total_limit": "Saved points kept on disk; a damaged one is then stepped over.",
     "max_grad_norm": "Clip by the exact global norm; 0 turns it off and lets updates overlap backward.",
+    "optim": "adamw (exact), adamw_bf16, adamw_8bit (half the bytes), lion, lion_8bit, sgd.",
+    "master_bits": "32 (exact) or 24, for bfloat16 weights.",
     "weight_decay": "Decoupled weight decay; norms and biases are never decayed.",
-    "adam_beta1": "AdamW's beta 1.",
+    "adam_beta1": "AdamW's and Lion's beta 1; the momentum of sgd.",
     "adam_beta2": "AdamW's beta 2.",
     "adam_epsilon": "AdamW's epsilon.",
     "warmup_ratio": "Share of the steps in which the learning rate rises.",

@@ -12,14 +12,16 @@ from spillway.native import DiskEngine, Transfer
 from spillway.optim.update import Hyper, StateRange, sum_squares, update_range
 from spillway.spec.errors import DiskError
 from spillway.spec.hardware import HardwareSpec
+from spillway.spec.state import StateFormat
 from spillway.store.arena import Arena
+from spillway.store.layout import lay_out
 
 _COPY_BYTES = 64 << 20
 _DISK_BYTES = 128 << 20
 _MOST_SHARES = 8
 # Of the block that is measured: wider ones run at the same rate and would only take memory.
 _MAX_HIDDEN, _MAX_ROWS = {"cpu": 1536, "cuda": 4096}, {"cpu": 1024, "cuda": 8192}
-_measured: dict[tuple[torch.device, torch.dtype, tuple[int, ...], int, int], HardwareSpec] = {}
+_measured: dict[tuple[torch.device, torch.dtype, tuple[int, ...], int, int, StateFormat], HardwareSpec] = {}
 
 
 def measure(
@@ -29,21 +31,23 @@ def measure(
     copy: Callable[[torch.Tensor, torch.Tensor], None],
     rows: int,
     hidden: int,
+    form: StateFormat,
 ) -> HardwareSpec:
     """Rates of the device for `dtype`, of the links, of the drives under `paths`, and of the CPU's update.
 
     `copy(target, source)` moves bytes between host and device and returns when they are there. `rows` tokens at a time
-    of width `hidden` are what the model computes. Measured once per process, device, dtype, set of drives and shape.
+    of width `hidden` are what the model computes; `form` is what its optimizer keeps. Measured once per process,
+    device, dtype, set of drives and shape.
     """
     for path in paths:
         _make(path)
     drives = tuple(path.stat().st_dev for path in paths)
     rows = min(max(rows, 16), _MAX_ROWS[device.type])
     hidden = min(max(hidden // 64 * 64, 64), _MAX_HIDDEN[device.type])
-    key = (device, dtype, drives, rows, hidden)
+    key = (device, dtype, drives, rows, hidden, form)
     known = _measured.get(key)
     if known is None:
-        known = _measured[key] = _measure(device, dtype, paths, copy, rows, hidden)
+        known = _measured[key] = _measure(device, dtype, paths, copy, rows, hidden, form)
     return known
 
 
@@ -54,6 +58,7 @@ def _measure(
     copy: Callable[[torch.Tensor, torch.Tensor], None],
     rows: int,
     hidden: int,
+    form: StateFormat,
 ) -> HardwareSpec:
     host = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     there = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
@@ -65,7 +70,7 @@ def _measure(
         _COPY_BYTES / best_seconds(lambda: copy(host, there)),
         read,
         write,
-        _update_rate(),
+        _update_rate(form),
         _COPY_BYTES / best_seconds(lambda: sum_squares(host.view(torch.float32), os.cpu_count() or 1)),
         cores_shared=device.type == "cpu",
     )
@@ -116,13 +121,24 @@ def block_flops(device: torch.device, dtype: torch.dtype, rows: int, hidden: int
     return 4 * 2 * rows * weights / best_seconds(step)
 
 
-def _update_rate() -> float:
+def _update_rate(form: StateFormat) -> float:
+    """Parameters a second, with bfloat16 weights and gradients."""
     elements = 1 << 22
+    layout = lay_out([("probe", (elements,), torch.bfloat16, True)], form)
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+
+    def made(name: str, kind: torch.dtype) -> torch.Tensor | None:
+        part = layout.component(name)
+        return None if part is None else torch.zeros(part.num_bytes // kind.itemsize, dtype=kind)
+
     arrays = StateRange(
+        form,
+        0,
         torch.zeros(elements, dtype=torch.bfloat16),
-        torch.zeros(elements, dtype=torch.int16),
-        torch.zeros(elements),
-        torch.zeros(elements),
+        made("low", torch.int16 if form.low_bits == 16 else torch.uint8),
+        made("m", kinds[form.moments]),
+        made("v", kinds[form.moments]),
+        made("scales", torch.uint8),
         torch.ones(elements, dtype=torch.bfloat16),
     )
     hyper = Hyper(1e-5, 0.9, 0.999, 1e-8, 0.0, 1)

@@ -188,7 +188,9 @@ def model_profile(
         for call, shape in zip(calls, shapes, strict=True)
     )
     resident = next((index for index, unit in enumerate(units) if not unit.members), None)
-    return ModelProfile(tuple(map(unit_profile, units)), profiles, sum(boundary.values()), resident, tokens)
+    update_bytes = max(unit.layout.update_bytes for unit in units)
+    known = tuple(map(unit_profile, units))
+    return ModelProfile(known, profiles, sum(boundary.values()), resident, tokens, update_bytes)
 
 
 def unit_profile(unit: Unit) -> UnitProfile:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from spillway.spec.errors import UsageError
+from spillway.spec.state import EXACT, StateFormat
 from spillway.store.layout import UnitLayout, lay_out
 
 
@@ -28,10 +29,10 @@ class Unit:
     layout: UnitLayout
 
 
-def find_units(model: nn.Module) -> tuple[Unit, ...]:
+def find_units(model: nn.Module, state_format: StateFormat = EXACT) -> tuple[Unit, ...]:
     """Every child of an outermost ModuleList (or of a Sequential) is a unit, and so is every other module with
     parameters below which there is no such list. Modules that share parameters are one unit. Parameters held directly
-    by a module above units form the last unit, without members.
+    by a module above units form the last unit, without members. `state_format`: what the optimizer keeps of each.
 
     Raises UsageError for a model without parameters or with parameters that cannot be trained as they are.
     """
@@ -42,11 +43,14 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
     names = {id(param): name for name, param in model.named_parameters()}
     if not names:
         raise UsageError(f"{type(model).__name__} has no parameters to train")
-    units = [_unit(", ".join(path or "model" for path, _ in group), tuple(group), group, names) for group in groups]
+    units = [
+        _unit(", ".join(path or "model" for path, _ in group), tuple(group), group, names, state_format)
+        for group in groups
+    ]
     # A unit owns what its modules hold; a parameter also used above units is bound for the whole step instead.
     outside = [(path, module) for path, module in loose if module._parameters]
     if outside:
-        units.append(_unit("outside of units", (), outside, names))
+        units.append(_unit("outside of units", (), outside, names, state_format))
     _refuse_overlap(units)
     return tuple(unit for unit in units if unit.layout.places)
 
@@ -99,7 +103,11 @@ def _join_shared(blocks: list[tuple[str, nn.Module]]) -> list[list[tuple[str, nn
 
 
 def _unit(
-    name: str, members: tuple[tuple[str, nn.Module], ...], roots: list[tuple[str, nn.Module]], names: dict[int, str]
+    name: str,
+    members: tuple[tuple[str, nn.Module], ...],
+    roots: list[tuple[str, nn.Module]],
+    names: dict[int, str],
+    state_format: StateFormat,
 ) -> Unit:
     slots: list[ParameterSlot] = []
     params: dict[str, nn.Parameter] = {}
@@ -111,7 +119,7 @@ def _unit(
                     params[names[id(param)]] = param
     described = [(key, tuple(param.shape), param.dtype, param.requires_grad) for key, param in params.items()]
     try:
-        layout = lay_out(described)
+        layout = lay_out(described, state_format)
     except ValueError as error:
         raise UsageError(f"{name} cannot be trained: {error}") from error
     return Unit(name, members, tuple(slots), layout)

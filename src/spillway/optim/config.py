@@ -1,14 +1,23 @@
 """What the user asks of the optimizer."""
 
+import difflib
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from spillway.spec.errors import UsageError
+from spillway.spec.options import TrainOptions
+from spillway.spec.state import MOMENTS, StateFormat
 
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """Settings of AdamW (Loshchilov and Hutter 2019), exact: fp32 master weights and moments.
+    """Settings of AdamW (Loshchilov and Hutter 2019); exact, with fp32 master weights and moments, unless narrowed.
 
     Norm weights and biases (parameters of one dimension) are not decayed unless `decay_all`. `max_grad_norm` clips by
     the exact global norm of all gradients, as torch.nn.utils.clip_grad_norm_ does; None turns clipping off.
+
+    `moments`: "float32" (exact), "bfloat16" or "8bit". `master_bits`: 32 (exact) or 24, for bfloat16 weights. Narrow
+    ones are rounded stochastically. On disk a parameter takes 4 bytes plus those of its moments; 3 with 24 bits.
     """
 
     lr: float = 2e-5
@@ -17,3 +26,89 @@ class AdamW:
     weight_decay: float = 0.01
     max_grad_norm: float | None = 1.0
     decay_all: bool = False
+    moments: str = "float32"
+    master_bits: int = 32
+
+    rule: ClassVar[str] = "adamw"
+
+
+@dataclass(frozen=True, slots=True)
+class Lion:
+    """Settings of Lion (Chen et al. 2023, Algorithm 2): one moment, steps of equal size. The rest as in AdamW."""
+
+    lr: float = 2e-6
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.1
+    max_grad_norm: float | None = 1.0
+    decay_all: bool = False
+    moments: str = "float32"
+    master_bits: int = 32
+
+    rule: ClassVar[str] = "lion"
+    eps: ClassVar[float] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SGD:
+    """Settings of SGD with momentum, as in torch.optim.SGD (weight decay is added to the gradient). The rest as in
+    AdamW."""
+
+    lr: float = 1e-3
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    decay_all: bool = False
+    moments: str = "float32"
+    master_bits: int = 32
+
+    rule: ClassVar[str] = "sgd"
+    eps: ClassVar[float] = 0.0
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """The momentum, where the other rules have their betas."""
+        return (self.momentum, 0.0)
+
+
+Settings = AdamW | Lion | SGD
+# The names of --optim: the class and its moments.
+NAMED: dict[str, tuple[type[AdamW] | type[Lion] | type[SGD], str]] = {
+    "adamw": (AdamW, "float32"),
+    "adamw_bf16": (AdamW, "bfloat16"),
+    "adamw_8bit": (AdamW, "8bit"),
+    "lion": (Lion, "float32"),
+    "lion_8bit": (Lion, "8bit"),
+    "sgd": (SGD, "float32"),
+}
+
+
+def state_format(settings: Settings) -> StateFormat:
+    """What these settings keep of every parameter. Raises UsageError for widths there are not."""
+    if settings.moments not in MOMENTS:
+        raise UsageError(f"moments={settings.moments!r} is not one of {', '.join(MOMENTS)}")
+    if settings.master_bits not in (32, 24):
+        raise UsageError(f"master_bits must be 32 or 24, not {settings.master_bits}")
+    return StateFormat(settings.rule, settings.moments, settings.master_bits - 16)
+
+
+def settings_of(options: TrainOptions) -> Settings:
+    """What the options of a run ask for. Raises UsageError for an optimizer there is not."""
+    if options.optim not in NAMED:
+        near = difflib.get_close_matches(options.optim, NAMED, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UsageError(f"--optim {options.optim} is not one of {', '.join(NAMED)}{hint}")
+    kind, moments = NAMED[options.optim]
+    made: dict[str, Any] = {
+        "lr": options.learning_rate,
+        "weight_decay": options.weight_decay,
+        "max_grad_norm": options.max_grad_norm if options.max_grad_norm > 0 else None,
+        "moments": moments,
+        "master_bits": options.master_bits,
+    }
+    if kind is SGD:
+        made["momentum"] = options.adam_beta1
+    else:
+        made["betas"] = (options.adam_beta1, options.adam_beta2)
+    if kind is AdamW:
+        made["eps"] = options.adam_epsilon
+    return kind(**made)

@@ -7,13 +7,21 @@ from dataclasses import dataclass
 import torch
 
 from spillway import native
+from spillway.optim import narrow
+from spillway.spec.state import BLOCK, StateFormat
 
-_TYPES = {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16}
+_TYPES = {
+    torch.float32: native.FLOAT32,
+    torch.bfloat16: native.BFLOAT16,
+    torch.float16: native.FLOAT16,
+    torch.uint8: native.EIGHT_BIT,
+}
+_RULES = {"adamw": native.ADAMW, "lion": native.LION, "sgd": native.SGD}
 
 
 @dataclass(frozen=True, slots=True)
 class Hyper:
-    """The settings of one parameter group at one step; `step` counts from 1."""
+    """The settings of one parameter group at one step; `step` counts from 1. For SGD beta1 is the momentum."""
 
     lr: float
     beta1: float
@@ -22,39 +30,55 @@ class Hyper:
     weight_decay: float
     step: int
 
+    @property
+    def seed(self) -> int:
+        """Of this step's stochastic rounding."""
+        return (self.step * 0x9E3779B97F4A7C15 >> 16) & 0xFFFFFFFF
+
 
 @dataclass(frozen=True, slots=True)
 class StateRange:
-    """Equal 1-D ranges of a unit's arrays. `weight`: float32, or bfloat16 with `low` (int16) the lower master half."""
+    """Equal 1-D ranges of a unit's arrays, from element `first` on. `weight`: float32, or bfloat16 with `low` (int16,
+    or uint8) the lower part of the master. Moments float32, bfloat16, or uint8 codes with two `scales` a block."""
 
+    form: StateFormat
+    first: int
     weight: torch.Tensor
     low: torch.Tensor | None
-    m: torch.Tensor
-    v: torch.Tensor
+    m: torch.Tensor | None
+    v: torch.Tensor | None
+    scales: torch.Tensor | None
     grad: torch.Tensor
 
     def narrow(self, start: int, length: int) -> "StateRange":
-        """A part of the ranges."""
-        low = None if self.low is None else self.low.narrow(0, start, length)
+        """A part of the ranges; whole blocks where moments have 8 bits."""
+
+        def cut(array: torch.Tensor | None, entries: int = 1, block: int = 1) -> torch.Tensor | None:
+            return None if array is None else array.narrow(0, start // block * entries, -(-length // block) * entries)
+
         return StateRange(
+            self.form,
+            self.first + start,
             self.weight.narrow(0, start, length),
-            low,
-            self.m.narrow(0, start, length),
-            self.v.narrow(0, start, length),
+            cut(self.low),
+            cut(self.m),
+            cut(self.v),
+            cut(self.scales, 2, BLOCK),
             self.grad.narrow(0, start, length),
         )
 
 
 def update_range(arrays: StateRange, hyper: Hyper, grad_scale: float, threads: int) -> None:
-    """AdamW in place, with the order of operations of torch.optim.AdamW(fused=True) on CPU: the same bits."""
+    """One step in place. AdamW with float32 moments has the order of operations of torch.optim.AdamW(fused=True) on
+    CPU: the same bits."""
     if native.available() and arrays.weight.device.type == "cpu":
-        native.adamw(_native_args(arrays, hyper, grad_scale), threads)
+        native.update(_native_args(arrays, hyper, grad_scale), threads)
     else:
         _update_plain(arrays, hyper, grad_scale)
 
 
 def sum_squares(grad: torch.Tensor, threads: int) -> float:
-    """Sum of squares of a contiguous float32 or bfloat16 tensor in double precision."""
+    """Sum of squares of a contiguous float32, bfloat16 or float16 tensor in double precision."""
     if native.available() and grad.device.type == "cpu":
         return native.sum_squares(grad.data_ptr(), _TYPES[grad.dtype], grad.numel(), threads)
     return float(sum(part.double().square().sum().item() for part in grad.split(1 << 20)))
@@ -66,12 +90,12 @@ def clip_scale(norm: float, max_norm: float | None) -> float:
 
 
 def join_master(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of bfloat16 weights and their lower halves (int16), every bit of it.
+    """The fp32 master of bfloat16 weights and what it has below them (int16, or its upper 8 bits as uint8).
 
     The bfloat16 weight is the master rounded to nearest, ties away from zero: the upper half was carried into exactly
     where the lower half is at least 0x8000.
     """
-    lower = low.to(torch.int32) & 0xFFFF
+    lower = low.to(torch.int32) << 8 if low.dtype is torch.uint8 else low.to(torch.int32) & 0xFFFF
     upper = weight.view(torch.int16).to(torch.int32) << 16
     return ((upper | lower) - ((lower & 0x8000) << 1)).view(torch.float32)
 
@@ -83,40 +107,102 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return upper, bits.to(torch.int16)
 
 
-def _native_args(arrays: StateRange, hyper: Hyper, grad_scale: float) -> native.AdamWArgs:
-    return native.AdamWArgs(
+def _native_args(arrays: StateRange, hyper: Hyper, grad_scale: float) -> native.UpdateArgs:
+    form, moment = arrays.form, arrays.m
+    adamw = form.rule == "adamw"
+    return native.UpdateArgs(
         weight=arrays.weight.data_ptr(),
-        low=None if arrays.low is None else arrays.low.data_ptr(),
-        m=arrays.m.data_ptr(),
-        v=arrays.v.data_ptr(),
+        low=_address(arrays.low),
+        m=_address(arrays.m),
+        v=_address(arrays.v),
+        scales=_address(arrays.scales),
         grad=arrays.grad.data_ptr(),
         n=arrays.weight.numel(),
+        first=arrays.first,
+        rule=_RULES[form.rule],
         weight_type=_TYPES[arrays.weight.dtype],
+        low_bits=form.low_bits,
+        moment_type=native.FLOAT32 if moment is None else _TYPES[moment.dtype],
         grad_type=_TYPES[arrays.grad.dtype],
+        seed=hyper.seed,
         grad_scale=grad_scale,
         decay=1 - hyper.lr * hyper.weight_decay,
+        l2=hyper.weight_decay,
+        beta1=hyper.beta1,
         one_minus_beta1=1 - hyper.beta1,
         beta2=hyper.beta2,
         one_minus_beta2=1 - hyper.beta2,
         bias_correction2_sqrt=math.sqrt(1 - hyper.beta2**hyper.step),
         eps=hyper.eps,
-        negative_step_size=-hyper.lr / (1 - hyper.beta1**hyper.step),
+        negative_step_size=-hyper.lr / (1 - hyper.beta1**hyper.step) if adamw else -hyper.lr,
     )
+
+
+def _address(array: torch.Tensor | None) -> int | None:
+    return None if array is None else array.data_ptr()
 
 
 def _update_plain(arrays: StateRange, hyper: Hyper, grad_scale: float, block: int = 1 << 20) -> None:
     """The same with PyTorch's operators, a block at a time so that no temporary is large."""
     for start in range(0, arrays.weight.numel(), block):
-        part = arrays.narrow(start, min(block, arrays.weight.numel() - start))
-        master = part.weight if part.low is None else join_master(part.weight, part.low)
-        grad = part.grad.float().mul(ctypes.c_float(grad_scale).value)
+        _update_block(arrays.narrow(start, min(block, arrays.weight.numel() - start)), hyper, grad_scale)
+
+
+def _update_block(part: StateRange, hyper: Hyper, grad_scale: float) -> None:
+    exact = part.form.moments == "float32" and part.form.low_bits == 16
+    random = None if exact else narrow.hash_bits(part.first, part.weight.numel(), hyper.seed, part.weight.device)
+    master = part.weight if part.low is None else join_master(part.weight, part.low)
+    grad = part.grad.float().mul(ctypes.c_float(grad_scale).value)
+    m = _load(part, part.m, 0, narrow.M_EXPONENTS)
+    if part.form.rule == "adamw":
+        v = _load(part, part.v, 1, narrow.V_EXPONENTS)
         master.mul_(1 - hyper.lr * hyper.weight_decay)
-        part.m.lerp_(grad, 1 - hyper.beta1)
-        part.v.mul_(hyper.beta2).addcmul_(grad, grad, value=1 - hyper.beta2)
+        m.lerp_(grad, 1 - hyper.beta1)
+        v.mul_(hyper.beta2).addcmul_(grad, grad, value=1 - hyper.beta2)
         correction = math.sqrt(1 - hyper.beta2**hyper.step)
-        denominator = part.v.sqrt().div_(correction).add_(hyper.eps)
-        master.addcdiv_(part.m, denominator, value=-hyper.lr / (1 - hyper.beta1**hyper.step))
-        if part.low is not None:
-            weight, low = split_master(master)
-            part.weight.copy_(weight)
-            part.low.copy_(low)
+        denominator = v.sqrt().div_(correction).add_(hyper.eps)
+        master.addcdiv_(m, denominator, value=-hyper.lr / (1 - hyper.beta1**hyper.step))
+        _store(part, part.v, v, 1, narrow.V_EXPONENTS, random)
+    elif part.form.rule == "lion":
+        direction = (m * hyper.beta1).add_(grad * (1 - hyper.beta1)).sign_()
+        m.mul_(hyper.beta2).add_(grad * (1 - hyper.beta2))
+        master.mul_(1 - hyper.lr * hyper.weight_decay).add_(direction, alpha=-hyper.lr)
+    else:
+        m.mul_(hyper.beta1).add_(grad.add_(master, alpha=hyper.weight_decay))
+        master.add_(m, alpha=-hyper.lr)
+    _store(part, part.m, m, 0, narrow.M_EXPONENTS, random)
+    if part.low is None:
+        return
+    if part.low.dtype is torch.uint8 and random is not None:
+        weight, low = narrow.round_master_to_24(master, narrow.again(random))
+    else:
+        weight, low = split_master(master)
+    part.weight.copy_(weight)
+    part.low.copy_(low)
+
+
+def _load(part: StateRange, array: torch.Tensor | None, index: int, exponents: int) -> torch.Tensor:
+    """A moment as float32; in place where it is."""
+    if array is None:
+        raise AssertionError(f"{part.form.rule} has no such moment")
+    if array.dtype is torch.uint8 and part.scales is not None:
+        return narrow.decode(array, part.scales[index::2], exponents)
+    return array if array.dtype is torch.float32 else array.float()
+
+
+def _store(
+    part: StateRange,
+    array: torch.Tensor | None,
+    value: torch.Tensor,
+    index: int,
+    exponents: int,
+    random: torch.Tensor | None,
+) -> None:
+    if array is None or array.dtype is torch.float32 or random is None:
+        return
+    if array.dtype is torch.uint8 and part.scales is not None:
+        codes, scales = narrow.encode(value, random if index == 0 else random >> 12, exponents)
+        array.copy_(codes)
+        part.scales[index::2] = scales
+    else:
+        array.copy_(narrow.round_to_16(value, random if index == 0 else random >> 16))

@@ -499,11 +499,9 @@ def state_traffic(where: object, weight_bytes: int, state_bytes: int, grad_bytes
     return read + (grad_bytes if grads == "disk" else 0), write
 
 
-def lower(
-    model: ModelProfile, placement: Placement, state_bytes_per_element: int
-) -> tuple[tuple[Pool, ...], tuple[Op, ...], tuple[Op, ...]]:
+def lower(model: ModelProfile, placement: Placement) -> tuple[tuple[Pool, ...], tuple[Op, ...], tuple[Op, ...]]:
     """Pools, operations of the updating step, and of an accumulating one (empty without accumulation)."""
-    names = SlabNames(model, placement, state_bytes_per_element)
+    names = SlabNames(model, placement)
     pools = names.all()
     ops = Lowering(model, placement, names, pools, final=True).run()
     if placement.accumulation == 1:

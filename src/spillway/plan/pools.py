@@ -21,12 +21,11 @@ def size_classes(sizes: list[int]) -> list[int]:
 class SlabNames:
     """Names of the pool that serves each unit or call, and the pools themselves."""
 
-    def __init__(self, model: ModelProfile, placement: Placement, state_bytes_per_element: int) -> None:
+    def __init__(self, model: ModelProfile, placement: Placement) -> None:
         self._model = model
         self._placement = placement
         self._classes = size_classes([unit.weight_bytes for unit in model.units])
         self._act_classes = size_classes([call.act_bytes for call in model.calls])
-        self._state_bytes_per_element = state_bytes_per_element
 
     def weight(self, unit: int) -> str:
         """Host slabs that weights pass through between disk and device."""
@@ -78,7 +77,7 @@ class SlabNames:
                 need("refresh", "host", unit.weight_bytes, 1)
             if trained and "disk" in (where.states, where.weights, where.grads):
                 elements = min(plan.subgroup, unit.num_trainable)
-                slab = state_slab_bytes(elements, self._state_bytes_per_element)
+                slab = state_slab_bytes(elements, self._model.update_bytes)
                 for _ in range(-(-unit.num_trainable // plan.subgroup)):
                     need("state", "host", slab, plan.state_slabs)
         for index, call in enumerate(self._model.calls):

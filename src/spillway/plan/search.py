@@ -67,7 +67,7 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
     update = _update_mode(request)
     planner = _Planner(model, hardware, budget, request, update)
     best = planner.fill(planner.deepest())
-    pools, ops, accumulate_ops = lower(model, best.placement, state_bytes_per_element(model))
+    pools, ops, accumulate_ops = lower(model, best.placement)
     plan = Plan(best.placement, pools, ops, accumulate_ops, best.peaks, notes=_notes(best, request))
     check(plan)
     seconds, bottleneck = step_seconds(plan, hardware)
@@ -96,7 +96,6 @@ class _Planner:
         self._request = request
         self._update = update
         self._device_is_host = hardware.device == "cpu"
-        self._element_bytes = state_bytes_per_element(model)
         for name, tier in (("weights", request.weights), ("states", request.states)):
             if tier not in ("auto", "device", "host", "disk"):
                 raise UsageError(f"{name}='{tier}' is not one of auto, device, host, disk")
@@ -190,7 +189,7 @@ class _Planner:
                     yield _Upgrade("states", unit, "device")
 
     def _candidate(self, placement: Placement) -> _Candidate:
-        pools = SlabNames(self._model, placement, self._element_bytes).all()
+        pools = SlabNames(self._model, placement).all()
         extents = tuple(
             extents_of_unit(placement, unit, self._request.keep) if self._request.has_store else 0
             for unit in range(len(self._model.units))
@@ -244,15 +243,6 @@ class _Upgrade:
         elif self.part == "grads":
             units[self.index] = replace(where, grads=self.tier)
         return replace(placement, units=tuple(units))
-
-
-def state_bytes_per_element(model: ModelProfile) -> int:
-    """Weight, state and gradient bytes of one element, at most: a subgroup's slab holds all three."""
-    most = 0
-    for unit in model.units:
-        if unit.num_trainable:
-            most = max(most, round((unit.state_bytes + 2 * unit.grad_bytes) / unit.num_trainable))
-    return most
 
 
 def _notes(candidate: _Candidate, request: PlanRequest) -> tuple[str, ...]:

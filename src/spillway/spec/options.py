@@ -27,6 +27,8 @@ class TrainOptions:
     save_total_limit: int = 1
     resume_from_checkpoint: bool = False
     max_grad_norm: float = 1.0
+    optim: str = "adamw"
+    master_bits: int = 32
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999

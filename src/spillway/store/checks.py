@@ -105,8 +105,8 @@ def _regions(layout: UnitLayout) -> tuple[_Region, ...]:
             found.append(_Region(offset, num_bytes, piece_bytes, first))
 
     for part in layout.components:
-        trained = align(layout.num_trainable * part.element_bytes, PAGE) if layout.num_trainable else 0
-        add(part.offset, trained, PIECE_ELEMENTS * part.element_bytes)
+        trained = align(part.bytes_of(layout.num_trainable), PAGE)
+        add(part.offset, trained, part.bytes_of(PIECE_ELEMENTS))
         add(part.offset + trained, part.num_bytes - trained, _FROZEN_PIECE)
     return tuple(found)
 

@@ -13,7 +13,7 @@ from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Extent, StripedDisk
 from spillway.store.layout import PAGE, Component, UnitLayout
 
-_STATE_TYPES = {"low": torch.int16, "m": torch.float32, "v": torch.float32}
+_MOMENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class SlabRange:
         self._places: dict[str, tuple[int, int]] = {}  # component -> offset in the slab, bytes in whole pages
         at = 0
         for name in self._staged():
-            size = align((stop - start) * self._element_bytes(name), PAGE)
+            size = align(self._bytes(name, stop - start), PAGE)
             self._places[name] = (at, size)
             at += size
 
@@ -67,14 +67,14 @@ class SlabRange:
             names.append("grad")
         return names
 
-    def _element_bytes(self, name: str) -> int:
+    def _bytes(self, name: str, elements: int) -> int:
         part = self._home.layout.component(name)
-        return self._home.layout.dtype.itemsize if part is None else part.element_bytes
+        return self._home.layout.dtype.itemsize * elements if part is None else part.bytes_of(elements)
 
     def _extent(self, name: str, base: Extent) -> Extent:
         part = self._home.layout.component(name)
         offset = 0 if part is None else part.offset
-        return Extent(base.offset + offset + self._start * self._element_bytes(name), self._places[name][1])
+        return Extent(base.offset + offset + self._bytes(name, self._start), self._places[name][1])
 
     def reads(self, slab: torch.Tensor) -> list[tuple[Extent, torch.Tensor]]:
         """What to read from disk, and where to in the slab."""
@@ -96,9 +96,8 @@ class SlabRange:
             if name != "grad"
         ]
         if "weight" not in self._places and home.weight is not None:
-            size = self._element_bytes("weight")
-            begin = self._start * size
-            length = align((self._stop - self._start) * size, PAGE)
+            begin = self._bytes("weight", self._start)
+            length = align(self._bytes("weight", self._stop - self._start), PAGE)
             moves.append((Extent(base.offset + begin, length), home.weight[begin : begin + length]))
         return moves
 
@@ -114,22 +113,31 @@ class SlabRange:
         home, dtype = self._home, self._home.layout.dtype
 
         def part(name: str, kind: torch.dtype, resting: torch.Tensor | None) -> torch.Tensor:
+            size = self._bytes(name, self._stop - self._start)
             if name in self._places and slab is not None:
-                at, size = self._places[name]
-                return slab[at : at + size].view(kind)[: self._stop - self._start]
+                at = self._places[name][0]
+                return slab[at : at + size].view(kind)
             invariant(resting is not None, f"{name} is neither at rest in memory nor in the slab")
             if resting is None:
                 return torch.empty(0)
-            whole = resting[: resting.numel() // kind.itemsize * kind.itemsize].view(kind)
-            return whole[self._start : self._stop]
+            begin = self._bytes(name, self._start)
+            return resting[begin : begin + size].view(kind)
 
-        state = home.state or {}
-        has_low = home.layout.component("low") is not None
+        def state(name: str, kind: torch.dtype) -> torch.Tensor | None:
+            if home.layout.component(name) is None:
+                return None
+            return part(name, kind, (home.state or {}).get(name))
+
+        form = home.layout.state_format
+        moment = _MOMENT_TYPES[form.moments]
         return StateRange(
+            form,
+            self._start,
             part("weight", dtype, home.weight),
-            part("low", torch.int16, state.get("low")) if has_low else None,
-            part("m", torch.float32, state.get("m")),
-            part("v", torch.float32, state.get("v")),
+            state("low", torch.int16 if form.low_bits == 16 else torch.uint8),
+            state("m", moment),
+            state("v", moment),
+            state("scales", torch.uint8),
             part("grad", dtype, grad),
         )
 

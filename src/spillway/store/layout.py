@@ -1,10 +1,11 @@
 """How the tensors of a unit lie in its extent, its slot and its host buffers: the same order everywhere."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from spillway.spec.sizes import align
+from spillway.spec.state import BLOCK, EXACT, MOMENTS, StateFormat
 
 PAGE = 4096
 # Parameters start at multiples of 64 elements, so that views are aligned for every kernel.
@@ -28,21 +29,34 @@ class TensorPlace:
 class Component:
     """One array of a unit's extent, starting at a whole page."""
 
-    name: str  # weight, low, m, v
+    name: str  # weight, low, m, v, scales
     offset: int
     num_bytes: int
-    element_bytes: int
+    element_bytes: int  # of a whole block
+    block: int = 1  # elements that share one entry
+
+    def bytes_of(self, elements: int) -> int:
+        """Bytes of so many trainable elements from the start; a block that is begun counts whole."""
+        return -(-elements // self.block) * self.element_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """Weights first (trainable ones flat in one dtype, then frozen ones), then lower master half, m and v."""
+    """Weights first (trainable ones flat in one dtype, then frozen ones), then what the optimizer keeps: the lower
+    part of the master, moments, and their scales."""
 
     places: tuple[TensorPlace, ...]
     dtype: torch.dtype  # of the trainable part
     num_trainable: int  # elements with their padding
     weight_bytes: int
     components: tuple[Component, ...]
+    state_format: StateFormat = EXACT
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes of one trainable element in all its arrays and its gradient, rounded up."""
+        per_block = sum(part.element_bytes * (BLOCK // part.block) for part in self.components)
+        return -(-(per_block + self.dtype.itemsize * BLOCK) // BLOCK)
 
     @property
     def grad_bytes(self) -> int:
@@ -74,7 +88,9 @@ class UnitLayout:
         return buffer[start:stop].view(place.dtype).view(place.shape)
 
 
-def lay_out(params: list[tuple[str, tuple[int, ...], torch.dtype, bool]]) -> UnitLayout:
+def lay_out(
+    params: list[tuple[str, tuple[int, ...], torch.dtype, bool]], state_format: StateFormat = EXACT
+) -> UnitLayout:
     """The layout of a unit's (name, shape, dtype, trainable) parameters.
 
     Raises ValueError where trainable parameters have other dtypes than float32 and bfloat16, or mixed ones.
@@ -102,10 +118,21 @@ def lay_out(params: list[tuple[str, tuple[int, ...], torch.dtype, bool]]) -> Uni
     weight_bytes = align(at, PAGE)
     components = [Component("weight", 0, weight_bytes, dtype.itemsize)]
     offset = weight_bytes
-    sizes = (("low", 2), ("m", 4), ("v", 4)) if dtype is torch.bfloat16 else (("m", 4), ("v", 4))
-    for name, size in sizes:
-        if elements:
-            num_bytes = align(elements * size, PAGE)
-            components.append(Component(name, offset, num_bytes, size))
-            offset += num_bytes
-    return UnitLayout(tuple(places), dtype, elements, weight_bytes, tuple(components))
+    for name, size, block in _arrays(state_format, dtype) if elements else ():
+        part = Component(name, offset, 0, size, block)
+        part = replace(part, num_bytes=align(part.bytes_of(elements), PAGE))
+        components.append(part)
+        offset += part.num_bytes
+    return UnitLayout(tuple(places), dtype, elements, weight_bytes, tuple(components), state_format)
+
+
+def _arrays(state_format: StateFormat, dtype: torch.dtype) -> list[tuple[str, int, int]]:
+    """Name, bytes of an entry and elements of an entry of each array beside the weights."""
+    size = MOMENTS[state_format.moments]
+    found = [("low", state_format.low_bits // 8, 1)] if dtype is torch.bfloat16 else []
+    found.append(("m", size, 1))
+    if state_format.has_v:
+        found.append(("v", size, 1))
+    if state_format.moments == "8bit":
+        found.append(("scales", 2, BLOCK))
+    return found

@@ -6,7 +6,7 @@ import torch
 
 from spillway.plan.memory import grads_at_home
 from spillway.plan.pools import SlabNames
-from spillway.plan.search import extents_of_unit, state_bytes_per_element
+from spillway.plan.search import extents_of_unit
 from spillway.spec.errors import DiskError, invariant
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
@@ -101,7 +101,7 @@ class PlacedStore:
 
     def name_slabs(self, plan: Plan, profile: ModelProfile) -> None:
         """Remember which pool serves which unit, for `fetch`."""
-        self._names = SlabNames(profile, plan.placement, state_bytes_per_element(profile))
+        self._names = SlabNames(profile, plan.placement)
 
     def act_extents(self, plan: Plan, profile: ModelProfile) -> dict[int, Extent]:
         """Room on disk for the unit inputs that go there, per call."""

@@ -1,4 +1,4 @@
-#include "adamw_kernel.inc"
+#include "update_kernel.inc"
 
 #if defined(__aarch64__)
 static const char* const kName = "neon";  // part of every 64-bit ARM, so the compiler uses it by itself
@@ -6,4 +6,4 @@ static const char* const kName = "neon";  // part of every 64-bit ARM, so the co
 static const char* const kName = "portable";
 #endif
 
-extern const Kernels kPortableKernels = {kName, adamw_range, sum_squares_range};
+extern const Kernels kPortableKernels = {kName, update_range, sum_squares_range};
