@@ -30,6 +30,7 @@ from spillway.spec.model import ModelProfile
 from spillway.spec.plan import LAST_POINT, KeepPoints, Plan
 from spillway.spec.sizes import parse_size
 from spillway.store.disk import Geometry, free_bytes
+from spillway.store.manifest import manifest_files
 from spillway.store.move import find_geometry, move
 from spillway.store.placed import PlacedStore
 
@@ -354,21 +355,27 @@ def _find_geometry(
     points: SavedPoints, paths: tuple[Path, ...], resume: bool | str | os.PathLike[str]
 ) -> Geometry | None:
     """How the store is cut over its drives: as it was, or, for a new or moved one, by their measured speed."""
+    named = Path(resume) if isinstance(resume, (str, os.PathLike)) else None
     if not paths:
+        if resume:
+            raise UsageError("resume= needs store=: the directories that training goes on in")
         return None
-    if isinstance(resume, (str, os.PathLike)):
-        points.directory = Path(resume)
+    elsewhere = named is not None and named.resolve() != paths[0].resolve()
+    if elsewhere and manifest_files(paths[0]):
+        raise UsageError(f"{paths[0]} holds another run than {named}: choose an empty store to move that one to")
+    directory = points.directory = named or paths[0]
     found = points.find(bool(resume))
     if not found:
-        points.directory = paths[0]
+        if named is not None:
+            raise UsageError(f"there is no saved point in {named} to resume from")
         return Geometry(tuple(map(str, paths)), measure_shares(paths))
-    geometry = find_geometry(found[0], paths)
-    if geometry is None and points.directory is not None:
-        move(points.directory, found[0], paths, measure_shares(paths))
+    geometry = find_geometry(directory, found[0], paths)
+    if geometry is None:
+        whole = points.first_whole()
+        move(directory, whole, paths, measure_shares(paths))
         points.directory = paths[0]
         geometry = points.find(True)[0].geometry
-    if geometry is not None:
-        points.directory = Path(geometry.paths[0])
+    points.directory = Path(geometry.paths[0])
     return geometry
 
 

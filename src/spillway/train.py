@@ -370,6 +370,7 @@ class _Run:
 
     def _save_point(self) -> None:
         if self._progress.step > 0:
+            self._parts.session.settle()
             self._parts.points.save(self._parts.session.store, self._progress.step)
 
     # After the last step #

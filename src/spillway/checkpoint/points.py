@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from spillway import native
-from spillway.checkpoint.saved import compare, expected_checks
+from spillway.checkpoint.saved import SavedPoint, compare, expected_checks
 from spillway.model.units import Unit
 from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.sizes import align
 from spillway.store.checks import ExtentChecks
 from spillway.store.homes import UnitHome
 from spillway.store.layout import PAGE
-from spillway.store.manifest import Manifest, UnitRecord, load_manifests, save_manifest
+from spillway.store.manifest import Manifest, UnitRecord, drop_manifests, load_manifests, save_manifest
 from spillway.store.placed import PlacedStore
 
 _WINDOW_BYTES = 64 << 20
@@ -68,6 +68,17 @@ class SavedPoints:
         self._use(tuple(good[: self.keep_last]))
         return self.found
 
+    def first_whole(self) -> Manifest:
+        """The newest saved point whose every byte is as it was written. Raises DiskError where none is."""
+        while True:
+            manifest = self.found[0]
+            try:
+                with SavedPoint(manifest, self.units) as point:
+                    point.verify(lambda _: None)
+                return manifest
+            except DiskError as error:
+                self._step_over(error)
+
     def begin(self, store: PlacedStore) -> None:
         """The weights are at rest for the first time: no manifest names them yet, but no step may overwrite them
         before one does."""
@@ -83,8 +94,12 @@ class SavedPoints:
         """Make the end of this step a saved point, also where states rest in host memory."""
         if self.directory is None or step == self.saved_step:
             return
-        store.homes.snapshot(store.staging(_WINDOW_BYTES, "writing a saved point"))
-        store.homes.need_disk().sync()
+        try:
+            store.homes.snapshot(store.staging(_WINDOW_BYTES, "writing a saved point"))
+            store.homes.need_disk().sync()
+        except BaseException:
+            store.homes.forget_written()
+            raise
         store.homes.flip()
         self._commit(store, step)
 
@@ -103,10 +118,10 @@ class SavedPoints:
                     _restore_unit(store, manifest, index, progress)
                 break
             except DiskError as error:
-                if len(self.found) == 1:
-                    raise
-                self.warnings.append(f"step {manifest.step} is not used: {error}")
-                self._use(self.found[1:])
+                self._step_over(error)
+        if self.directory is not None:
+            # Those that will not be kept: from now on their extents are written to.
+            drop_manifests(self.directory, {point.step for point in self.found})
         for index, home in enumerate(store.homes.units):
             home.saved = tuple(_extent_of(home, point.units[index]) for point in self.found)
             _copy_frozen(store, index)
@@ -118,6 +133,12 @@ class SavedPoints:
         for name, text in self.found[0].buffers.items():
             buffer = buffers[name]
             buffer.copy_(from_text(text, buffer.dtype, buffer.shape))
+
+    def _step_over(self, error: DiskError) -> None:
+        if len(self.found) == 1:
+            raise error
+        self.warnings.append(f"step {self.found[0].step} is not used: {error}")
+        self._use(self.found[1:])
 
     def _use(self, found: tuple[Manifest, ...]) -> None:
         self.found = found

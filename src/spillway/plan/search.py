@@ -53,9 +53,9 @@ def extents_of_unit(placement: Placement, unit: int, keep: KeepPoints) -> int:
         return 1 if anything_on_disk or keep.of_memory else 0
     if all_on_disk:
         return keep.last + 1
-    if not keep.of_memory:
-        return 2 if anything_on_disk else 0
-    return keep.last + 2 if anything_on_disk else keep.last + 1
+    if anything_on_disk:
+        return keep.last + 2
+    return keep.last + 1 if keep.of_memory else 0
 
 
 def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> Plan:

@@ -122,6 +122,16 @@ class Executor:
             self._changed.wait_for(lambda: self._error is not None or all(self._done[op] for op in picked))
             self._raise_failure()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an operation of this list raised."""
+        return self._error is not None
+
+    def come_to_rest(self) -> None:
+        """Return when no lane works on the list any more, whether it succeeded or failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._running == 0)
+
     def abandon(self) -> None:
         """Give the list up: lanes finish the operation they are in, leases come back."""
         with self._changed:
@@ -162,13 +172,15 @@ class Executor:
                     self._changed.notify_all()
 
     def _carry_out(self, op: Op) -> bool:
-        with self._changed:
-            events = self._acquire(op)
-        if events is None:
-            return False
-        start = self.seconds
         try:
+            with self._changed:
+                events = self._acquire(op)
+            if events is None:
+                return False
+            start = self.seconds
             self._handler(op, events)
+            self._finish(op, None, start)
+            return True
         except BaseException as error:
             with self._changed:
                 if self._error is None:
@@ -176,8 +188,6 @@ class Executor:
                 self._abandoned = True
                 self._changed.notify_all()
             return False
-        self._finish(op, None, start)
-        return True
 
     def _acquire(self, op: Op) -> list[object] | None:
         """Wait (holding the lock) for dependencies and leases; None when the list was given up."""

@@ -73,6 +73,7 @@ class LaneWorker:
         invariant(source is not None and target is not None, f"unit {op.unit} has no weights to upload")
         if source is not None and target is not None:
             size = home.layout.weight_bytes
+            self.step.in_place |= op.target == HOME
             self._device.copy("upload", target[:size], source[:size], events)
 
     # Activations #

@@ -283,16 +283,22 @@ class Session:
         return not self._half_done
 
     def settle(self) -> None:
-        """Give up a forward that no backward followed, or a step that failed, so that the store may be used."""
-        if self._in_step:
-            executor, worker = self._parts()
-            executor.abandon()
-            self.store.homes.forget_written()
-            self._in_step = self._in_backward = False
-            if self._backwards == 0:
-                for home in self.store.homes.units:
-                    home.has_grad = False
-            self._half_done |= worker.step.in_place
+        """Give up a forward that no backward followed, or a step that failed, and let a backward's updates come to
+        rest, so that the store may be used."""
+        if self._executor is None:
+            return
+        if not self._in_step:
+            self._executor.come_to_rest()
+            return
+        executor, worker = self._parts()
+        executor.abandon()
+        self.store.homes.forget_written()
+        if self._backwards == 0 or self._in_backward or executor.has_failed:
+            self._backwards, self._traces = 0, []
+            for home in self.store.homes.units:
+                home.has_grad = False
+        self._in_step = self._in_backward = False
+        self._half_done |= worker.step.in_place
 
     def _refuse_half_done(self) -> None:
         if self._half_done:
@@ -449,12 +455,13 @@ class Session:
                     home = self.store.homes.units[op.unit]
                     home.has_grad |= home.where.states == "device"
                 executor.skip_compute(op)
+            if self._backwards + 1 < self.accumulation:
+                self._traces.append(executor.wait())
         finally:
             self._unbind_resident()
-            self._in_step = self._in_backward = False
-            self._backwards += 1
-        if self._backwards < self.accumulation:
-            self._traces.append(executor.wait())
+        # Only now: a step that failed is given up by `settle`.
+        self._in_step = self._in_backward = False
+        self._backwards += 1
 
     # Small helpers #
 

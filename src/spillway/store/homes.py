@@ -6,7 +6,7 @@ import torch
 
 from spillway.native import DiskEngine
 from spillway.optim.update import StateRange
-from spillway.spec.errors import invariant
+from spillway.spec.errors import DiskError, invariant
 from spillway.spec.plan import UnitPlacement
 from spillway.spec.sizes import align
 from spillway.store.checks import ExtentChecks
@@ -39,7 +39,9 @@ class UnitHome:
         """The extent to write next: neither the last step's nor a saved point's."""
         if self.written is None:
             taken = {self.current, *self.saved}
-            self.written = next(index for index in range(len(self.extents)) if index not in taken)
+            self.written = next((index for index in range(len(self.extents)) if index not in taken), None)
+            if self.written is None:
+                raise DiskError("there is no room for another step: the one before could not be saved; save it first")
         return self.written
 
 

@@ -57,11 +57,7 @@ def save_manifest(directory: Path, manifest: Manifest, keep_last: int = 1) -> No
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _sync_directory(directory)
         files = manifest_files(directory)
         # Later ones were found damaged: training went on from before them.
         later = [file for step, file in files if step > manifest.step]
@@ -69,6 +65,23 @@ def save_manifest(directory: Path, manifest: Manifest, keep_last: int = 1) -> No
             old.unlink(missing_ok=True)
     except OSError as error:
         raise DiskError(f"{path} cannot be written: {error.strerror}; the saved point before it is intact") from error
+
+
+def drop_manifests(directory: Path, kept: set[int]) -> None:
+    """Remove the saved points of other steps, durably: what they name may be overwritten afterwards."""
+    others = [file for step, file in manifest_files(directory) if step not in kept]
+    for file in others:
+        file.unlink(missing_ok=True)
+    if others:
+        _sync_directory(directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def manifest_files(directory: Path) -> list[tuple[int, Path]]:

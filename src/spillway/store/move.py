@@ -14,15 +14,16 @@ from spillway.store.space import Space
 _WINDOW_BYTES = 32 << 20
 
 
-def find_geometry(manifest: Manifest, paths: tuple[Path, ...]) -> Geometry | None:
-    """How the saved point lies on `paths`; None where it lies elsewhere and has to be moved.
+def find_geometry(directory: Path, manifest: Manifest, paths: tuple[Path, ...]) -> Geometry | None:
+    """How the saved point in `directory` lies on `paths`; None where it lies elsewhere and has to be moved. Drives that
+    are mounted elsewhere now carry their part, manifest included, to the new paths.
 
     Raises DiskError where it is neither there nor where it was.
     """
     was = manifest.geometry
     if {path.resolve() for path in paths} == {Path(path).resolve() for path in was.paths}:
         return was
-    if len(paths) == len(was.paths):
+    if len(paths) == len(was.paths) and directory.resolve() == paths[0].resolve():
         here = Geometry(tuple(map(str, paths)), was.shares, was.generation)
         if all(file.exists() for file in here.files()):
             return here
