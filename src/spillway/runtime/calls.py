@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.profile import CallShape
-from spillway.spec.errors import invariant
+from spillway.spec.errors import UsageError, invariant
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def flatten_call(
 class Replay:
     """What backward needs to run the forward again bit for bit: generator states and autocast."""
 
-    rng: list[torch.Tensor]
+    rng: list["RngState"]
     autocast: Callable[[], AbstractContextManager[Any]]
 
 
@@ -58,17 +58,24 @@ def autocast_of(device: torch.device) -> Callable[[], AbstractContextManager[Any
     return lambda: torch.autocast(device.type, dtype)
 
 
-def rng_state(device: torch.device) -> torch.Tensor:
-    """State of the generator that dropout on this device draws from."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+@dataclass(frozen=True, slots=True)
+class RngState:
+    """Of the generators a unit may draw from: the CPU's and, on a GPU, its own."""
+
+    cpu: torch.Tensor
+    device: torch.Tensor | None
 
 
-def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+def rng_state(device: torch.device) -> RngState:
+    """The present state."""
+    return RngState(torch.get_rng_state(), None if device.type == "cpu" else torch.cuda.get_rng_state(device))
+
+
+def set_rng_state(device: torch.device, state: RngState) -> None:
     """The reverse of `rng_state`."""
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.cuda.set_rng_state(state, device)
+    torch.set_rng_state(state.cpu)
+    if state.device is not None:
+        torch.cuda.set_rng_state(state.device, device)
 
 
 def pieces(call: FlatCall, shape: CallShape, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -96,19 +103,29 @@ def _never(nothing: None) -> torch.Tensor:
 
 
 def run_forward(
-    call: FlatCall, shape: CallShape, tensors: list[torch.Tensor], device: torch.device
+    call: FlatCall, shape: CallShape, tensors: list[torch.Tensor], device: torch.device, slot: torch.Tensor
 ) -> tuple[list[Any], TreeSpec, Replay]:
     """The call's result, flattened and detached, with gradients enabled inside so that the same kernels run as in
-    backward (attention picks its own by whether a gradient is needed), and nothing kept."""
+    backward (attention picks its own by whether a gradient is needed), and nothing kept. `slot`: where the unit's
+    parameters lie; what is a view of it is copied.
+
+    Raises UsageError where the unit changes an input in place: it could not be computed again.
+    """
     rng, parts = [], []
+    versions = [tensor._version for tensor in tensors]
     spec: TreeSpec | None = None
     for piece in pieces(call, shape, tensors):
         rng.append(rng_state(device))
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in piece]
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _never):
             outputs, spec = call.run(inputs)
-        parts.append([_settled(output, inputs, tensors) for output in outputs])
+        parts.append([_settled(output, inputs, slot) for output in outputs])
         del inputs, outputs
+    if versions != [tensor._version for tensor in tensors]:
+        raise UsageError(
+            f"{getattr(call.function, '__qualname__', 'a unit')} changes one of its inputs in place, so backward could "
+            f"not compute it again: let it work on a copy"
+        )
     invariant(spec is not None, "a call has at least one micro-batch")
     whole = parts[0] if shape.chunks == 1 else _put_together(parts, shape)
     return whole, spec, Replay(rng, autocast_of(device))
@@ -121,11 +138,17 @@ class PassedThrough:
     index: int
 
 
-def _settled(output: Any, inputs: list[torch.Tensor], originals: list[torch.Tensor]) -> Any:
+def _settled(output: Any, inputs: list[torch.Tensor], slot: torch.Tensor) -> Any:
     for index, tensor in enumerate(inputs):
         if output is tensor:
             return PassedThrough(index)
-    return output.detach() if isinstance(output, torch.Tensor) else output
+    return own_copy(output.detach(), slot) if isinstance(output, torch.Tensor) else output
+
+
+def own_copy(output: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    """A tensor that stays as it is when the slot serves another unit."""
+    shares = output.untyped_storage().data_ptr() == slot.untyped_storage().data_ptr()
+    return output.clone() if shares and output.numel() else output
 
 
 def _put_together(parts: list[list[Any]], shape: CallShape) -> list[Any]:
@@ -157,6 +180,21 @@ def run_backward(
     """Recompute each micro-batch and differentiate it. Parameter gradients are summed where the bound leaves point;
     returned are the gradients of the tensors. `grads`: one per tensor output that is no input, in flattened order."""
     after = rng_state(device)
+    try:
+        return _differentiate(call, shape, tensors, needs_grad, grads, replay, device)
+    finally:
+        set_rng_state(device, after)
+
+
+def _differentiate(
+    call: FlatCall,
+    shape: CallShape,
+    tensors: list[torch.Tensor],
+    needs_grad: list[bool],
+    grads: list[torch.Tensor | None],
+    replay: Replay,
+    device: torch.device,
+) -> list[torch.Tensor | None]:
     found: list[torch.Tensor | None] = [None] * len(tensors)
     for index, piece in enumerate(pieces(call, shape, tensors)):
         set_rng_state(device, replay.rng[index])
@@ -177,7 +215,6 @@ def run_backward(
                 cut = call.holes[place] in shape.cut_inputs
                 found[place] = _collect(found[place], tensor.grad, tensors[place], shape, cut, index)
         del inputs, outputs, own, pairs
-    set_rng_state(device, after)
     return found
 
 

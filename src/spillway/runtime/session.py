@@ -1,7 +1,7 @@
 """One model in training: turns the user's forward, backward and optimizer step into the operations of the plan."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,8 @@ from spillway.model.profile import (
 )
 from spillway.model.units import Unit
 from spillway.optim.update import Hyper
-from spillway.runtime.calls import FlatCall
+from spillway.runtime.buffers import all_buffers_kept, buffer_versions, buffers_kept
+from spillway.runtime.calls import FlatCall, own_copy, rng_state, set_rng_state
 from spillway.runtime.device import Device
 from spillway.runtime.executor import Executor
 from spillway.runtime.lanes import HOME, LaneWorker, StepState
@@ -109,10 +110,12 @@ class Session:
         self._executor: Executor | None = None
         self._profiler: Profiler | None = None
         self._profiling_real = False
+        self.step_number = 0  # of forwards; a backward belongs to the newest
         self._in_step = False
         self._next_call = 0
         self._backwards = 0  # of this optimizer step
         self._in_backward = False
+        self._mutating: set[int] = set()  # units whose forward changes buffers, such as running means
         self._half_done = False  # a failed step has changed what rests in host memory
         self._traces: list[Trace] = []
         self._replace_forwards()
@@ -148,7 +151,8 @@ class Session:
 
     def _ensure_open(self, schedule: Schedule) -> None:
         if self._executor is None:
-            self.store.open(schedule.plan, schedule.profile)
+            with torch.inference_mode(False):
+                self.store.open(schedule.plan, schedule.profile)
             self._worker = LaneWorker(
                 self.device, self.store.homes, self.segments, [unit.name for unit in self.units], self._threads
             )
@@ -158,7 +162,8 @@ class Session:
             self.schedule = schedule
         if self.store.pools is None or self._laid is not schedule:
             self.store.name_slabs(schedule.plan, schedule.profile)
-            self.store.lay_slabs(schedule.plan)
+            with torch.inference_mode(False):
+                self.store.lay_slabs(schedule.plan)
             self._laid = schedule
 
     def _replace_forwards(self) -> None:
@@ -167,7 +172,15 @@ class Session:
             for path, module in unit.members:
                 original = module.forward
                 module.forward = UnitForward(self, index, path, original)
-        self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._hook = self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def undo(self, params: dict[str, nn.Parameter]) -> None:
+        """Give the model its own forwards and parameters back: nothing was stored yet."""
+        self._hook.remove()
+        for unit in self.units:
+            bind(unit, params)
+            for _, module in unit.members:
+                module.__dict__.pop("forward", None)
 
     def original_forward(self, module: nn.Module) -> Callable[..., Any]:
         """The forward a unit's member had before it was streamed."""
@@ -212,8 +225,13 @@ class Session:
         return profile()
 
     def _profile_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
-        rng = torch.get_rng_state()
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, ExitStack() as stack, torch.enable_grad():
+        rng = rng_state(self.device.torch_device)
+        with (
+            all_buffers_kept(self.model),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            ExitStack() as stack,
+            torch.enable_grad(),
+        ):
             for unit in self.units:
                 fakes = {
                     place.name: nn.Parameter(
@@ -229,20 +247,20 @@ class Session:
                     self.model(*args, **kwargs)
                 finally:
                     self._profiler = None
-        torch.set_rng_state(rng)
+        set_rng_state(self.device.torch_device, rng)
         return profiler.calls
 
     def _profile_real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
         """A forward on real data, one unit at a time, for models whose forward looks at values."""
         self._ensure_open(self._schedule_for((), {}))
-        rng = torch.get_rng_state()
-        with Profiler() as profiler:
+        rng = rng_state(self.device.torch_device)
+        with all_buffers_kept(self.model), Profiler() as profiler:
             self._profiler, self._profiling_real = profiler, True
             try:
                 self.model(*args, **kwargs)
             finally:
                 self._profiler, self._profiling_real = None, False
-        torch.set_rng_state(rng)
+        set_rng_state(self.device.torch_device, rng)
         return profiler.calls
 
     # The user's forward #
@@ -250,7 +268,11 @@ class Session:
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._profiler is not None or not torch.is_grad_enabled():
+        if self._profiler is not None:
+            return None
+        if not torch.is_grad_enabled():
+            if not self._in_step:
+                self._bind_resident_at_rest()
             return None
         for hook in self.batch_hooks:
             kwargs = hook(args, kwargs)
@@ -273,7 +295,9 @@ class Session:
         extents = self.store.act_extents(schedule.plan, schedule.profile)
         worker.pools = self.store.pools
         worker.step = StepState(self.hypers(), self.max_grad_norm, act_extents=extents)
+        self._pools().fence(self.device.mark())
         executor.start(ops, self._pools())
+        self.step_number += 1
         self._in_step, self._in_backward, self._next_call = True, False, 0
         self._bind_resident()
 
@@ -319,13 +343,24 @@ class Session:
     ) -> Any:
         """A unit's member was called, by the user's forward or by the loss."""
         if self._profiler is not None:
+            if not torch.is_grad_enabled():
+                if not self._profiling_real:
+                    return function(*args, **kwargs)
+                with self._on_demand(unit):
+                    return function(*args, **kwargs)
             if self._profiling_real:
                 with self._on_demand(unit):
                     return self._profiler.call(unit, member, function, args, kwargs, kind, chunk_rows)
             return self._profiler.call(unit, member, function, args, kwargs, kind, chunk_rows)
-        if not torch.is_grad_enabled() or not self._in_step:
-            with self._on_demand(unit), torch.no_grad():
-                return function(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            with self._on_demand(unit) as slot:
+                result = function(*args, **kwargs)
+                return tree_map_only(torch.Tensor, lambda output: own_copy(output, slot), result)
+        if not self._in_step:
+            raise UsageError(
+                f"{member or 'a unit'} was called by itself with gradients enabled: only calls within the forward of "
+                f"{type(self.model).__name__} are trained; call it there, or under torch.no_grad()"
+            )
         index = self._next_call
         self._next_call += 1
         shapes = self._shapes()
@@ -337,30 +372,41 @@ class Session:
         return run_in_step(self, index, function, args, kwargs)
 
     @contextmanager
-    def _on_demand(self, unit: int) -> Iterator[None]:
-        """A unit by itself, outside a step: for evaluation, generation and profiling."""
+    def _on_demand(self, unit: int) -> Iterator[torch.Tensor]:
+        """A unit by itself, in the buffer that is given: for evaluation, generation and profiling."""
         if not self.is_open:
             self.open()
-        slot = self.store.fetch(unit)
-        self.device.wait([])
+        if not self._in_step:
+            self.settle()
+        slot = self.store.fetch(unit, beside_step=self._in_step)
         with bound(self.units[unit], weight_views(self.units[unit], slot), self._placeholders):
-            yield
+            yield slot
 
     # Called by the unit function #
+
+    def check_current(self, step_number: int) -> None:
+        """Raise UsageError for the backward of a forward whose activations are gone."""
+        if step_number != self.step_number or not self._in_step:
+            raise UsageError(
+                "backward came for the loss of an earlier forward: run loss.backward() before the next forward"
+            )
 
     def shape(self, index: int) -> CallShape:
         """How to run a call."""
         return self._shapes()[index]
 
     @contextmanager
-    def forward_of(self, index: int) -> Iterator[None]:
-        """The unit of a call is in its slot and bound; afterwards the slot is free for the next."""
+    def forward_of(self, index: int) -> Iterator[torch.Tensor]:
+        """The unit of a call is in its slot (which is given) and bound; afterwards the slot is free for the next."""
         op = self._next_compute(index, backward=False)
         executor, _ = self._parts()
         start = executor.begin_compute(op)
         unit = self.units[op.unit]
-        with self._bound_leaves(unit, op, None):
-            yield
+        before = buffer_versions(unit)
+        with self._bound_leaves(unit, op, None) as slot:
+            yield slot
+        if buffer_versions(unit) != before:
+            self._mutating.add(op.unit)
         executor.end_compute(op, start)
 
     @contextmanager
@@ -375,7 +421,9 @@ class Session:
         grads = None
         if op.target:
             grads = self._open_gradient(op, worker)
-        with self._bound_leaves(self.units[op.unit], op, grads):
+        # Computing a unit again must not, say, count a batch twice.
+        keeper = buffers_kept(self.units[op.unit]) if op.unit in self._mutating else nullcontext()
+        with self._bound_leaves(self.units[op.unit], op, grads), keeper:
             yield
         executor.end_compute(op, start)
 
@@ -478,13 +526,13 @@ class Session:
             executor.skip_compute(op)
 
     @contextmanager
-    def _bound_leaves(self, unit: Unit, op: Op, grads: torch.Tensor | None) -> Iterator[None]:
+    def _bound_leaves(self, unit: Unit, op: Op, grads: torch.Tensor | None) -> Iterator[torch.Tensor]:
         home = self.store.homes.units[op.unit].device_weight
         slot = home if op.source == HOME else self._pools().buffer(op.source)
         invariant(slot is not None, f"{unit.name} is not on the device")
         if slot is not None:
             with bound(unit, leaves(unit, slot, grads), self._placeholders):
-                yield
+                yield slot
 
     def _bind_resident(self) -> None:
         for unit, home in zip(self.units, self.store.homes.units, strict=True):
@@ -492,6 +540,17 @@ class Session:
                 if home.device_grad is not None and not (home.where.states == "device" and home.has_grad):
                     home.device_grad.zero_()
                 bind_for_step(unit, home.device_weight, home.device_grad)
+
+    def _bind_resident_at_rest(self) -> None:
+        """For an evaluation: parameters outside units as they are at rest."""
+        if all(unit.members for unit in self.units):
+            return
+        if not self.is_open:
+            self.open()
+        self.settle()
+        for unit, home in zip(self.units, self.store.homes.units, strict=True):
+            if not unit.members and home.device_weight is not None:
+                bind_for_step(unit, home.device_weight, None)
 
     def _unbind_resident(self) -> None:
         for unit in self.units:

@@ -65,20 +65,21 @@ class _UnitFunction(torch.autograd.Function):
             tensor.detach().requires_grad_(need) if need else tensor
             for tensor, need in zip(tensors, needs_grad, strict=True)
         ]
-        with session.forward_of(index):
-            leaves, box["spec"], replay = run_forward(call, shape, marked, session.device.torch_device)
+        with session.forward_of(index) as slot:
+            leaves, box["spec"], replay = run_forward(call, shape, marked, session.device.torch_device, slot)
             kept = session.keep_inputs(index, call, list(tensors))
         outputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         box["leaves"] = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))
         ctx.set_materialize_grads(False)
-        ctx.step = (session, index, call, replay, kept, needs_grad)
+        ctx.step = (session, session.step_number, index, call, replay, kept, needs_grad)
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        session, index, call, replay, kept, needs_grad = ctx.step
+        session, step_number, index, call, replay, kept, needs_grad = ctx.step
+        session.check_current(step_number)
         shape, device = session.shape(index), session.device.torch_device
         with session.backward_of(index):
             tensors = session.bring_inputs(index, kept)

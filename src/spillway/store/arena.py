@@ -62,6 +62,7 @@ class SlabPools:
         self._free: dict[str, list[tuple[torch.Tensor, object]]] = {
             pool.name: [(buffer, None) for buffer in buffers[pool.name]] for pool in pools
         }
+        self._on_device = [pool.name for pool in pools if pool.tier == "device"]
         self._turns: dict[str, list[int]] = {}
         self._granted: dict[str, int] = {}
         self._leases: dict[str, tuple[str, torch.Tensor]] = {}
@@ -76,6 +77,12 @@ class SlabPools:
             for op in ops:
                 for pool, _ in op.take:
                     self._turns[pool].append(op.id)
+
+    def fence(self, event: object) -> None:
+        """Device slabs may not be touched before this event: work outside the list may still use them."""
+        with self._lock:
+            for pool in self._on_device:
+                self._free[pool] = [(buffer, event) for buffer, _ in self._free[pool]]
 
     def try_take(self, op: Op) -> list[object] | None:
         """Lease every slab the operation takes, or none. The events to wait for before the slabs are touched."""

@@ -123,18 +123,20 @@ class PlacedStore:
         left = self.arena.num_bytes - self.arena.mark()
         return self.arena.allocate(max(min(num_bytes, left), 1 << 20), owner)
 
-    def fetch(self, unit: int) -> torch.Tensor:
-        """The unit's weights on the device, by themselves; valid until the next fetch or step."""
+    def fetch(self, unit: int, beside_step: bool = False) -> torch.Tensor:
+        """The unit's weights on the device, by themselves; valid until the next fetch or step. `beside_step`: a step
+        is under way, whose slabs are not to be touched."""
         home = self.homes.units[unit]
         if home.device_weight is not None:
             return home.device_weight
         size = home.layout.weight_bytes
-        slots = self._buffers.get(self._names.slot(unit), []) if self._names else []
+        named = self._names is not None and not beside_step
+        slots = self._buffers.get(self._names.slot(unit), []) if self._names and named else []
         slot = slots[0] if slots else self._on_device(size)
         if home.weight is not None:
             slot[:size].copy_(home.weight[:size])
             return slot
-        slabs = self._buffers.get(self._names.weight(unit), []) if self._names else []
+        slabs = self._buffers.get(self._names.weight(unit), []) if self._names and named else []
         if slabs:
             slab = slabs[0]
         else:
