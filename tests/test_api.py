@@ -276,3 +276,178 @@ def test_logits_are_never_whole_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
     assert largest == 5 and output.logits is None
     torch.testing.assert_close(output.loss.item(), plain(**batch).loss.item(), rtol=1e-5, atol=0)
     spillway.close(model)
+
+
+# What must not go wrong silently #
+
+
+def trained(tmp_path: Path, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+    settings = {"store": tmp_path / "store", "device": "cpu", "weights": "disk", "states": "disk", **options}
+    return spillway.prepare(models.llama(), SETTINGS, **settings)  # type: ignore[arg-type]
+
+
+def test_a_closed_model_cannot_be_used(tmp_path: Path) -> None:
+    directory = directories.make_model(tmp_path / "llama")
+    model = spillway.load(directory, AutoModelForCausalLM, dtype="float32")
+    model, optimizer = spillway.prepare(model, SETTINGS, store=tmp_path / "store", device="cpu", states="disk")
+    model(**models.batch("llama", 0)).loss.backward()
+    optimizer.step()
+    spillway.close(model)
+    for use in (
+        lambda: model(**models.batch("llama", 0)),
+        lambda: spillway.save_pretrained(model, tmp_path / "out"),
+        lambda: spillway.save_point(model),
+    ):
+        with pytest.raises(UsageError, match="was closed"):
+            use()
+
+
+def test_a_resume_from_nowhere_or_into_another_run_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path)
+    model(**models.batch("llama", 0)).loss.backward()
+    optimizer.step()
+    spillway.close(model)
+    with pytest.raises(UsageError, match="no saved point in"):
+        trained(tmp_path, resume=tmp_path / "typo", store=tmp_path / "fresh")
+    with pytest.raises(UsageError, match="holds another run than"):
+        trained(tmp_path, resume=tmp_path / "typo")
+    with pytest.raises(UsageError, match="needs store="):
+        spillway.prepare(models.llama(), SETTINGS, resume=True)
+    model, optimizer = trained(tmp_path, resume=True)
+    model(**models.batch("llama", 0))
+    assert optimizer.num_steps == 1
+    spillway.close(model)
+
+
+def test_the_backward_of_an_older_forward_is_refused(tmp_path: Path) -> None:
+    model, _ = trained(tmp_path)
+    first = model(**models.batch("llama", 0)).loss
+    model(**models.batch("llama", 1))
+    with pytest.raises(UsageError, match="an earlier forward"):
+        first.backward()
+    sums = model(**models.batch("llama", 0)).loss + model(**models.batch("llama", 1)).loss
+    with pytest.raises(UsageError, match="an earlier forward"):
+        sums.backward()
+    spillway.close(model)
+
+
+def test_reading_and_evaluating_between_backward_and_step_change_nothing(tmp_path: Path) -> None:
+    ends = []
+    for disturb in (False, True):
+        model, optimizer = trained(tmp_path / str(disturb))
+        for step in range(3):
+            loss = model(**models.batch("llama", step)).loss
+            if disturb:
+                with torch.no_grad():
+                    model(**models.batch("llama", 9))
+            loss.backward()
+            if disturb:
+                read_parameters(model)
+                with torch.no_grad():
+                    model(**models.batch("llama", 9))
+            optimizer.step()
+        ends.append(read_parameters(model))
+        spillway.close(model)
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+class Aliasing(nn.Module):
+    """A unit that returns a view of its parameter, one that runs without gradients, and a count of forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(16, 8)
+        self.teacher = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+        self.free = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        position = self.positions(torch.arange(x.shape[0]))
+        with torch.no_grad():
+            target = self.teacher(x)
+        hidden = x + position + self.free
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        return (hidden - target).square().mean()
+
+
+class View(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[: ids.shape[0]]
+
+
+def test_views_of_parameters_frozen_passes_buffers_and_free_parameters_are_as_in_pytorch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Aliasing()
+    plain.positions = View(16, 8)
+    model, optimizer = spillway.prepare(
+        copy.deepcopy(plain), SETTINGS, store=tmp_path / "store", device="cpu", weights="disk", states="disk"
+    )
+    other = torch.optim.AdamW(reference.groups(plain, 0.01), lr=1e-3, eps=reference.EPS, fused=True)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(torch.ones(4, 8)), plain.eval()(torch.ones(4, 8)))
+    model.train(), plain.train()
+    for step in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        losses = []
+        for net, optim in ((model, optimizer), (plain, other)):
+            loss = net(x)
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    ours, theirs = read_parameters(model), dict(plain.named_parameters())
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-6) for name in theirs)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=1e-5, atol=1e-6)
+    spillway.close(model)
+
+
+def test_a_model_that_did_not_fit_can_be_prepared_again(tmp_path: Path) -> None:
+    model = models.llama()
+    with pytest.raises(spillway.PlanInfeasible):
+        spillway.prepare(
+            model, SETTINGS, store=tmp_path, device="cpu", host_memory="1MB", example=models.batch("llama", 0)
+        )
+    model, optimizer = spillway.prepare(model, SETTINGS, store=tmp_path, device="cpu")
+    model(**models.batch("llama", 0)).loss.backward()
+    optimizer.step()
+    spillway.close(model)
+
+
+def test_a_saved_point_is_made_where_states_rest_in_memory(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path, weights="host", states="host")
+    for step in range(3):
+        model(**models.batch("llama", step)).loss.backward()
+        optimizer.step()
+    assert spillway.save_point(model) == 3
+    before = read_parameters(model)
+    spillway.close(model)
+    model, optimizer = trained(tmp_path, resume=True)
+    after = read_parameters(model)
+    assert optimizer.num_steps == 3 and all(torch.equal(before[name], after[name]) for name in before)
+    spillway.close(model)
+
+
+def test_a_step_goes_on_after_one_whose_gradient_was_not_finite(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path, gradient_accumulation_steps=2)
+    model(**models.batch("llama", 0)).loss.backward()
+    with pytest.raises(NonFinite):
+        (model(**models.batch("llama", 1)).loss * float("nan")).backward()
+        optimizer.step()
+    for seed in (0, 1):
+        model(**models.batch("llama", seed)).loss.backward()
+    optimizer.step()
+    assert optimizer.num_steps == 1
+    spillway.close(model)
+
+
+def test_wrong_optimizers_and_counts_are_refused() -> None:
+    plain = models.two_lists()
+    with pytest.raises(UsageError, match="give spillway.AdamW"):
+        spillway.prepare(plain, torch.optim.AdamW(plain.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="micro_batch must be at least 1"):
+        spillway.prepare(plain, SETTINGS, micro_batch=0)
+    with pytest.raises(UsageError, match="must not be negative"):
+        spillway.prepare(plain, spillway.AdamW(lr=-1.0))

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +104,38 @@ def wait_for_step(out: Path, step: int) -> None:
 
 def losses_so_far(out: Path) -> list[str]:
     return (out / "metrics.jsonl").read_text().splitlines()
+
+
+def test_a_run_whose_store_is_gone_is_not_started_over(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    flags = ("--max-steps", "3", "--states", "disk", "--weights", "disk")
+    assert run(arguments(model, data, out, *flags)) == 0
+    before = (out / "metrics.jsonl").read_text()
+    shutil.rmtree(out / "store")
+    assert run(arguments(model, data, out, *flags)) == 5
+    assert "is its drive mounted?" in " ".join(capsys.readouterr().err.split())
+    assert (out / "metrics.jsonl").read_text() == before
+
+
+def test_a_finished_run_may_be_given_more_steps(model: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run(arguments(model, data, out, "--max-steps", "3", "--lr-scheduler-type", "constant")) == 0
+    assert run(arguments(model, data, out, "--max-steps", "6", "--lr-scheduler-type", "constant")) == 0
+    whole = tmp_path / "whole"
+    assert run(arguments(model, data, whole, "--max-steps", "6", "--lr-scheduler-type", "constant")) == 0
+    assert losses(out) == losses(whole)
+
+
+@pytest.mark.parametrize("where", (("--states", "device"), ("--weights", "device", "--states", "host")))
+def test_states_on_the_device_are_saved_and_resumed(model: Path, data: Path, tmp_path: Path, where: Any) -> None:
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    flags = ("--lr-scheduler-type", "constant", *where)
+    assert run(arguments(model, data, out, "--max-steps", "2", *flags)) == 0
+    assert run(arguments(model, data, out, "--max-steps", "4", *flags)) == 0
+    assert run(arguments(model, data, whole, "--max-steps", "4", *flags)) == 0
+    assert losses(out) == losses(whole)
 
 
 def test_a_finished_run_started_again_does_nothing_new(model: Path, data: Path, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ _WHERE = {
     "prepare": "spillway.api",
     "save_pretrained": "spillway.api",
     "close": "spillway.api",
+    "save_point": "spillway.api",
+    "KeepPoints": "spillway.spec.plan",
     "SpillwayError": "spillway.spec.errors",
     "PlanInfeasible": "spillway.spec.errors",
     "UsageError": "spillway.spec.errors",

@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +20,17 @@ from spillway.checkpoint.sources import DirectorySource, ModuleSource, WeightSou
 from spillway.hardware.limits import free_host_bytes, process_bytes
 from spillway.hardware.probe import measure, measure_shares
 from spillway.model.units import Unit, find_units
-from spillway.optim.config import AdamW, Settings, state_format
+from spillway.optim.config import SGD, AdamW, Lion, Settings, state_format
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.plan.search import PlanRequest, make_plan
 from spillway.runtime.device import Device, open_device
 from spillway.runtime.session import Session
-from spillway.spec.errors import UsageError
+from spillway.spec.errors import BudgetWarning, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import LAST_POINT, KeepPoints, Plan
-from spillway.spec.sizes import parse_size
-from spillway.store.disk import Geometry, free_bytes
+from spillway.spec.sizes import format_size, parse_size
+from spillway.store.disk import Geometry, free_on
 from spillway.store.manifest import manifest_files
 from spillway.store.move import find_geometry, move
 from spillway.store.placed import PlacedStore
@@ -128,7 +129,17 @@ def prepare(
 
     Returns the same model, and the optimizer. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
     """
-    settings = optimizer or AdamW()
+    settings = AdamW() if optimizer is None else optimizer
+    if not isinstance(settings, (AdamW, Lion, SGD)):
+        raise UsageError(
+            f"the optimizer is a {type(settings).__name__}: give spillway.AdamW(...), spillway.Lion(...) or "
+            f"spillway.SGD(...), whose states can rest outside the device"
+        )
+    for name, count in (("micro_batch", micro_batch), ("gradient_accumulation_steps", gradient_accumulation_steps)):
+        if count is not None and count < 1:
+            raise UsageError(f"{name} must be at least 1, not {count}")
+    if model in _sessions:
+        raise UsageError("this model was prepared before: build or load it anew")
     paths = _store_paths(store)
     compute = open_device(device)
     origin = _origins.get(model)
@@ -199,8 +210,23 @@ def prepare(
     )
     _adapt(model, session)
     if example is not None:
-        session.open((), dict(example))
+        try:
+            session.open((), dict(example))
+        except BaseException:
+            _give_back(model, session, in_memory)
+            raise
     return model, streaming
+
+
+def _give_back(model: nn.Module, session: Session, in_memory: dict[str, torch.Tensor]) -> None:
+    """The model as it was, where nothing was loaded yet: it may be prepared again, with other budgets."""
+    session.close()
+    names = session.placeholders
+    if not in_memory or len(in_memory) == len(names):
+        flags = {place.name: place.trainable for unit in session.units for place in unit.layout.places}
+        tensors = in_memory or {name: param.detach() for name, param in names.items()}
+        session.undo({name: nn.Parameter(tensor, flags[name]) for name, tensor in tensors.items()})
+        _sessions.pop(model, None)
 
 
 def prepared(model: nn.Module) -> Prepared:
@@ -226,6 +252,22 @@ def save_pretrained(
 
     save_config(model, path, parts.origin)
     return path
+
+
+def save_point(model: nn.Module) -> int:
+    """Make the last finished step a saved point that `prepare(..., resume=True)` goes on from, wherever states rest.
+    (Where all of them rest on disk every step is one by itself.) Returns the step. Raises UsageError without a store,
+    DiskError when it cannot be written; the point before it is intact then."""
+    parts = prepared(model)
+    if parts.points.directory is None:
+        raise UsageError("there is no store to save to: pass store= to prepare")
+    parts.session.settle()
+    if not parts.session.is_open:
+        parts.session.open()
+    if parts.optimizer.num_steps == 0:
+        raise UsageError("nothing was trained yet: there is no step to save")
+    parts.points.save(parts.session.store, parts.optimizer.num_steps)
+    return parts.optimizer.num_steps
 
 
 def close(model: nn.Module) -> None:
@@ -264,8 +306,17 @@ def make_budget(
     of the process are weights that will have moved into the store."""
     process = max(process_bytes() - counted_bytes, 0) + _PROCESS_RESERVE
     host = _size(host_memory, "host_memory")
+    most = free_host_bytes() + process_bytes()
     if host is None:
-        host = int(0.9 * (free_host_bytes() + process_bytes()))
+        host = int(0.9 * most)
+    elif host > most:
+        warnings.warn(
+            f"host_memory is {format_size(host)} and {format_size(most)} are free on this machine: "
+            f"{format_size(0.95 * most)} are used",
+            BudgetWarning,
+            stacklevel=3,
+        )
+        host = int(0.95 * most)
     have_device = _size(device_memory, "device_memory")
     if have_device is None:
         free = host if device.kind == "cpu" else torch.cuda.mem_get_info(device.torch_device)[0]
@@ -273,9 +324,7 @@ def make_budget(
     disk = _size(disk_memory, "disk_memory")
     free_disk = 0
     if geometry is not None:
-        row = sum(geometry.shares)
-        drives = zip(geometry.paths, geometry.shares, strict=True)
-        free_disk = min(free_bytes(Path(path)) * row // share for path, share in drives)
+        free_disk = free_on(geometry)
     return Budget(have_device, host, free_disk if disk is None else min(disk, free_disk), process)
 
 

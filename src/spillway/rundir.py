@@ -3,8 +3,7 @@
 import hashlib
 import json
 import os
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +38,58 @@ def read_options(run: Path) -> TrainOptions:
     except FileNotFoundError as error:
         raise UsageError(f"{run} is not a run directory: it has no config.json") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} cannot be read: start the run again to write it anew") from error
+        raise UsageError(f"{path} is not of a run: choose another directory") from error
     known = {field.name for field in fields(TrainOptions)}
     kept: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if name in known
     }
+    if "output_dir" not in kept:
+        raise UsageError(f"{path} is not of a run: choose another directory")
     return TrainOptions(**kept)
 
 
+def is_free(run: Path) -> bool:
+    """Whether a run may use the directory: new, or a run's already."""
+    if not (run / "config.json").exists():
+        return not (run / "metrics.jsonl").exists() and not any(run.glob("*.safetensors"))
+    try:
+        read_options(run)
+    except UsageError:
+        return False
+    return True
+
+
+def steps_shown(run: Path) -> tuple[int, bool]:
+    """Steps in the metrics of a run, and whether each of them was a saved point."""
+    losses = losses_shown(run)
+    try:
+        units = json.loads((run / "plan.json").read_text())["placement"]["units"]
+    except (OSError, ValueError, KeyError):
+        return len(losses), False
+    return len(losses), all(unit["states"] in ("disk", "none") for unit in units)
+
+
+def losses_shown(run: Path, last_step: int | None = None) -> list[float]:
+    """The loss of every step in the metrics of a run, up to `last_step`."""
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break  # cut off by a crash
+        if last_step is None or row["step"] <= last_step:
+            found.append(float(row["loss"]))
+    return found
+
+
 def store_directories(options: TrainOptions, run: Path) -> tuple[Path, ...]:
-    """One directory for this run under every --store path; without any, inside the run directory."""
+    """One directory for this run under every --store path; without any, those of last time, or inside the run."""
+    if not options.store and (run / "config.json").exists():
+        options = replace(options, store=read_options(run).store)
     if not options.store:
         return (run / "store",)
     digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]
@@ -59,8 +100,7 @@ def where_saved(options: TrainOptions, run: Path) -> Path:
     """The directory with the saved points: under the first store path of now or of last time, or in the run."""
     candidates = [*store_directories(options, run)]
     if (run / "config.json").exists():
-        with suppress(UsageError):
-            candidates += store_directories(read_options(run), run)
+        candidates += store_directories(read_options(run), run)
     candidates.append(run / "store")
     return next((path for path in candidates if manifest_files(path)), candidates[0])
 

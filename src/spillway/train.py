@@ -6,6 +6,7 @@ import shutil
 import signal
 import statistics
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.data import Batches, DataPosition, Encoded, encode_files
 from spillway.hardware.watch import MemoryWatch
-from spillway.integrations.huggingface import CAUSAL_LM, find_directory
+from spillway.integrations.huggingface import CAUSAL_LM, find_directory, max_positions
 from spillway.integrations.schedules import make_schedule
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.optim.config import settings_of
@@ -30,14 +31,17 @@ from spillway.report.chrome import write_chrome_trace
 from spillway.report.metrics import MetricsFile, StepMetrics, sum_lanes
 from spillway.report.progress import Reporter, StepLine
 from spillway.report.tables import RunSummary, print_plan, print_summary
-from spillway.rundir import store_directories, where_saved
-from spillway.spec.errors import DiskError, Interrupted, NonFinite, UsageError
+from spillway.rundir import is_free, losses_shown, steps_shown, store_directories, where_saved
+from spillway.spec.errors import BudgetWarning, DiskError, Interrupted, NonFinite, UsageError
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
 from spillway.spec.plan import KeepPoints
 from spillway.spec.sizes import format_size
 from spillway.store.disk import free_bytes
 from spillway.store.manifest import load_manifest
+
+# A finished run may be given more steps.
+_MAY_GROW = ("max_steps", "num_train_epochs")
 
 
 @dataclass(slots=True)
@@ -91,33 +95,38 @@ class _Run:
         tokenizer = load_tokenizer(directory)
         self._make_directory()
         self._stores = store_directories(options, self._directory)
+        self._max_length = self._fitting_length(directory)
         self._encode(tokenizer)
         resumed = self._find_resume()
         torch.manual_seed(options.seed)
         say(f"building {directory} and planning")
         model = load(directory, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle)
         rows = options.per_device_train_batch_size * options.gradient_accumulation_steps
-        self._check_length(model)
         self._batches = Batches(
-            self._data.samples, rows, options.max_length, options.seed, options.packing, pad_id(tokenizer)
+            self._data.samples, rows, self._max_length, options.seed, options.packing, pad_id(tokenizer)
         )
         self._total = self._count_steps()
         settings = settings_of(options)
-        model, self._optimizer = prepare(
-            model,
-            settings,
-            store=self._stores,
-            device=options.device,
-            device_memory=options.device_memory,
-            host_memory=options.host_memory,
-            disk_memory=options.disk_memory,
-            micro_batch=options.per_device_train_batch_size,
-            update=options.update,
-            weights=options.weights,
-            states=options.states,
-            resume=self._saved_in if resumed else False,
-            keep=KeepPoints(options.save_total_limit, True),
-        )
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always", BudgetWarning)
+            model, self._optimizer = prepare(
+                model,
+                settings,
+                store=self._stores,
+                device=options.device,
+                device_memory=options.device_memory,
+                host_memory=options.host_memory,
+                disk_memory=options.disk_memory,
+                micro_batch=options.per_device_train_batch_size,
+                update=options.update,
+                weights=options.weights,
+                states=options.states,
+                resume=self._saved_in if resumed else False,
+                keep=KeepPoints(options.save_total_limit, True),
+            )
+        for note in notes:
+            if issubclass(note.category, BudgetWarning):
+                say(f"note: {note.message}")
         self._model = model
         self._parts: Prepared = prepared(model)
         if self._parts.unexpected:
@@ -139,6 +148,11 @@ class _Run:
         self._exercise_save()
 
     def _make_directory(self) -> None:
+        if not is_free(self._directory):
+            raise UsageError(
+                f"{self._directory} holds files that are not of a run (a model's config.json?): choose another "
+                f"--output-dir"
+            )
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             (self._directory / ".writable").write_text("")
@@ -148,31 +162,54 @@ class _Run:
 
     def _encode(self, tokenizer: Any) -> None:
         with self._reporter.counting("reading data") as counter:
-            self._data: Encoded = encode_files(self._options.data, tokenizer, self._options.max_length, counter.reach)
+            self._data: Encoded = encode_files(self._options.data, tokenizer, self._max_length, counter.reach)
         self._identity = self._describe()
         data = self._data
         self._reporter.say(
             f"data: {data.num_records} records, {len(data.samples)} samples, {data.num_tokens:,} tokens, "
-            f"{data.num_trained / data.num_tokens:.0%} trained, {data.num_truncated} cut at {self._options.max_length}"
+            f"{data.num_trained / data.num_tokens:.0%} trained, {data.num_truncated} cut at {self._max_length}"
             + (f", {data.num_lost} of them with nothing left to train" if data.num_lost else "")
         )
+        if data.num_truncated > len(data.samples) / 2:
+            self._reporter.say(
+                f"warning: more than half of the samples are cut: is --max-length {self._max_length} meant?"
+            )
 
     def _find_resume(self) -> bool:
         """Whether there is a saved point of this very run. Raises UsageError where it is of another."""
         self._saved_in = where_saved(self._options, self._directory)
         found = load_manifest(self._saved_in)
         if found is None:
+            self._refuse_lost_store()
             if self._options.resume_from_checkpoint:
                 raise UsageError(f"there is no saved point in {self._stores[0]} to resume from: leave the option out")
             return False
         saved = json.loads(found.run.get("identity", "{}"))
         for name, value in self._identity.items():
-            if saved.get(name) != value:
-                raise UsageError(
-                    f"{self._directory} holds step {found.step} of a run with another {name} "
-                    f"({_short(saved.get(name))}, now {_short(value)}): give the same one, or another --output-dir"
-                )
+            if saved.get(name) == value:
+                continue
+            if name in _MAY_GROW:
+                self._reporter.say(f"note: {name} was {saved.get(name)} and is {value}: the schedule changes from here")
+                continue
+            raise UsageError(
+                f"{self._directory} holds step {found.step} of a run with another {name} "
+                f"({_short(saved.get(name))}, now {_short(value)}): give the same one; or start another run, from "
+                f"this one's model ({self._output} when it is finished, `spillway export` before)"
+            )
+        if Path(found.geometry.paths[0]).resolve() != self._stores[0].resolve():
+            self._reporter.say(f"the saved point moves from {found.geometry.paths[0]} to {self._stores[0]}")
         return True
+
+    def _refuse_lost_store(self) -> None:
+        """Steps were saved and their store is empty: a drive is not mounted, and starting over would bury the run."""
+        steps, every_step = steps_shown(self._directory)
+        if steps and (every_step or steps >= self._options.save_steps):
+            raise DiskError(
+                f"{self._directory} shows {steps} steps and {self._stores[0]} holds no saved point: is its drive "
+                f"mounted? To start over, remove {self._directory}"
+            )
+        if steps:
+            self._reporter.say(f"warning: the {steps} steps in {self._directory} were never saved: starting over")
 
     def _describe(self) -> dict[str, Any]:
         """What must not change for a resumed run to be the same run."""
@@ -183,10 +220,15 @@ class _Run:
                  "adam_beta2", "adam_epsilon", "warmup_ratio", "lr_scheduler_type")  # fmt: skip
         return {**{name: getattr(options, name) for name in names}, "data": self._data.fingerprint()}
 
-    def _check_length(self, model: torch.nn.Module) -> None:
-        most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        if most is not None and self._options.max_length > most:
-            raise UsageError(f"--max-length {self._options.max_length} is more than the model's {most} positions")
+    def _fitting_length(self, directory: Path) -> int:
+        """--max-length, or by default what the model has positions for. Raises UsageError for a longer one."""
+        asked, most = self._options.max_length, max_positions(directory)
+        if most is None or asked <= most:
+            return asked
+        if self._origins.get("max_length", "default") != "default":
+            raise UsageError(f"--max-length {asked} is more than the model's {most} positions")
+        self._reporter.say(f"rows are {most} tokens long: the model has no more positions")
+        return most
 
     def _count_steps(self) -> int:
         if self._options.max_steps > 0:
@@ -197,7 +239,7 @@ class _Run:
         saved = json.loads(self._parts.points.found_run["position"])
         self._progress.step = self._parts.points.step
         self._progress.position = DataPosition(saved["epoch"], saved["index"])
-        self._progress.losses = list(saved["losses"])
+        self._progress.losses = losses_shown(self._directory, self._parts.points.step) or list(saved["losses"])
         self._progress.last = saved["last"]
         self._reporter.say(f"going on after step {self._progress.step} of {self._total}")
 
@@ -259,10 +301,16 @@ class _Run:
         schedule = make_schedule(
             options.lr_scheduler_type,
             self._optimizer,
-            math.ceil(options.warmup_ratio * self._total),
+            # A run of a few steps has none to spare for a rate of zero.
+            math.ceil(options.warmup_ratio * self._total) if options.warmup_ratio * self._total >= 1 else 0,
             self._total,
             progress.step,
         )
+        if progress.step >= self._total and (self._output / "config.json").exists():
+            self._reporter.say(
+                f"all {progress.step} steps were done before: more --max-steps or epochs go on from there"
+            )
+            return self._summarize(watch)
         metrics = MetricsFile(self._directory / "metrics.jsonl", progress.step, progress.last)
         try:
             with self._reporter.training(self._total, progress.step) as line:
@@ -378,7 +426,7 @@ class _Run:
     def _finish(self, watch: MemoryWatch) -> RunSummary:
         if self._model is None:
             raise AssertionError("the run is not set up")
-        progress, parts = self._progress, self._parts
+        parts = self._parts
         result = self._optimizer.last_result
         if result is not None:
             names = [unit.name for unit in parts.session.units]
@@ -387,6 +435,10 @@ class _Run:
             write_chrome_trace(self._directory / "trace.json", traces, names)
         self._reporter.say(f"writing the model to {self._output}")
         save_pretrained(self._model, self._output)
+        return self._summarize(watch)
+
+    def _summarize(self, watch: MemoryWatch) -> RunSummary:
+        progress, parts = self._progress, self._parts
         disk = parts.session.store.homes.need_disk()
         later = progress.seconds[1:] or progress.seconds or [0.0]
         peaks = {"device": parts.session.device.peak_bytes(), "host": watch.peak, "disk": disk.num_bytes}
@@ -401,7 +453,7 @@ class _Run:
             self._plan.peaks,
             peaks,
             parts.budget,
-            progress.written_bytes,
+            progress.written_bytes + parts.points.written_bytes,
             str(self._output),
             self._state_bytes(),
         )
@@ -432,7 +484,8 @@ def _stop_on_signals(reporter: Reporter) -> Iterator[_Stop]:
         stop.asked = True
         reporter.say("stopping after the step in flight, which will be saved; once more to stop at once")
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in asking}
     try:
         yield stop
     finally:

@@ -149,7 +149,7 @@ def test_values_that_make_no_sense(fail: Fail, model: Path, data: Path) -> None:
     assert fail(model, data, "--learning-rate", "0")[1] == "spillway: --learning-rate must be more than 0, not 0.0"
     assert "is not one of" in fail(model, data, "--lr-scheduler-type", "zigzag")[1]
     assert "is not one of auto, cuda, cpu" in fail(model, data, "--device", "tpu")[1]
-    assert "cannot be trained in" in fail(model, data, "--dtype", "float16")[1]
+    assert "is not one of bfloat16, float32" in fail(model, data, "--dtype", "float16")[1]
     assert "exact global norm" not in fail(model, data, "--update", "sideways")[1]
     code, message = fail(model, data, "--update", "overlap")
     assert code == 2 and "max_grad_norm" in message
@@ -185,3 +185,24 @@ def test_data_shows_what_is_trained(model: Path, tmp_path: Path, capsys: pytest.
     assert run(["data", str(path), "--model", str(model), "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)
     assert counts["records"] == 1 and 0 < counts["trained_tokens"] < counts["tokens"]
+
+
+def test_a_directory_that_is_no_run_is_never_written_into(fail: Fail, model: Path, data: Path, tmp_path: Path) -> None:
+    before = (model / "config.json").read_text()
+    code, message = fail(model, data, "-o", model, "--device", "cpu")
+    assert code == 2 and "holds files that are not of a run" in message
+    assert (model / "config.json").read_text() == before
+
+
+def test_more_nonsense(fail: Fail, model: Path, data: Path) -> None:
+    for flag, value, words in (
+        ("--seed", "-1", "must not be negative"),
+        ("--max-steps", "-3", "more than 0"),
+        ("--adam-beta1", "1.5", "in [0, 1)"),
+        ("--max-grad-norm", "-1", "more than 0"),
+        ("--host-memory", "64", "write a unit, for example 64GB"),
+        ("--optim", "adamw_8bits", "did you mean adamw_8bit"),
+        ("--states", "ram", "is not one of auto"),
+    ):
+        code, message = fail(model, data, flag, value, "--device", "cpu")
+        assert code == 2 and words in message, message

@@ -36,6 +36,7 @@ class SavedPoints:
     found: tuple[Manifest, ...] = ()  # the newest first
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
     saved_step: int = 0
+    written_bytes: int = 0  # by `save`
     buffers: Callable[[], dict[str, torch.Tensor]] = dict  # the persistent ones of the model, in use
     warnings: list[str] = field(default_factory=list)  # saved points that could not be used, and why
 
@@ -95,7 +96,7 @@ class SavedPoints:
         if self.directory is None or step == self.saved_step:
             return
         try:
-            store.homes.snapshot(store.staging(_WINDOW_BYTES, "writing a saved point"))
+            self.written_bytes += store.homes.snapshot(store.staging(_WINDOW_BYTES, "writing a saved point"))
             store.homes.need_disk().sync()
         except BaseException:
             store.homes.forget_written()

@@ -72,6 +72,16 @@ def build_on_meta(directory: Path, auto_class: Any, dtype: torch.dtype, num_laye
     return built
 
 
+def max_positions(directory: Path) -> int | None:
+    """Positions the model of a directory has; None where it has no limit or cannot be read."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError):
+        return None
+    found = getattr(config, "max_position_embeddings", None)
+    return int(found) if isinstance(found, int) and found > 0 else None
+
+
 def cut_layers(config: Any, num_layers: int) -> None:
     """Make it the config of the first blocks only."""
     config.num_hidden_layers = num_layers

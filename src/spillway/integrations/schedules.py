@@ -12,8 +12,7 @@ def make_schedule(name: str, optimizer: Any, warmup_steps: int, total_steps: int
     try:
         schedule = transformers.get_scheduler(name, optimizer, warmup_steps, total_steps)
     except (ValueError, TypeError) as error:
-        known = ", ".join(kind.value for kind in transformers.SchedulerType)
-        raise UsageError(f"lr_scheduler_type '{name}' is not one of {known}") from error
+        raise UsageError(f"lr_scheduler_type '{name}' cannot be used: {error}") from error
     if done_steps:
         schedule.load_state_dict({**schedule.state_dict(), "last_epoch": done_steps})
         for group, base, rule in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):

@@ -83,7 +83,13 @@ NAMED: dict[str, tuple[type[AdamW] | type[Lion] | type[SGD], str]] = {
 
 
 def state_format(settings: Settings) -> StateFormat:
-    """What these settings keep of every parameter. Raises UsageError for widths there are not."""
+    """What these settings keep of every parameter. Raises UsageError for widths and values there are not."""
+    if not settings.lr >= 0:
+        raise UsageError(f"the learning rate must not be negative, as {settings.lr} is")
+    if not all(0 <= beta < 1 for beta in settings.betas):
+        raise UsageError(f"betas and momentum must be in [0, 1), not {settings.betas}")
+    if settings.max_grad_norm is not None and not settings.max_grad_norm > 0:
+        raise UsageError(f"max_grad_norm must be more than 0, or None for no clipping, not {settings.max_grad_norm}")
     if settings.moments not in MOMENTS:
         raise UsageError(f"moments={settings.moments!r} is not one of {', '.join(MOMENTS)}")
     if settings.master_bits not in (32, 24):

@@ -13,7 +13,7 @@ from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import LAST_POINT, KeepPoints, Placement, Plan, Pool, TierPeaks, UnitPlacement
-from spillway.spec.sizes import format_size
+from spillway.spec.sizes import format_size, format_size_up
 
 # Deepest pipeline first. Elements per subgroup: large enough for the drive, small enough that slabs stay cheap.
 _WINDOWS = (4, 3, 2, 1)
@@ -211,7 +211,7 @@ class _Planner:
             ("disk", need.disk, have.disk_bytes, "--disk-memory or more room under --store"),
         )
         short = [
-            f"{tier} memory: the smallest budget that works is {format_size(need_bytes)}, "
+            f"{tier} memory: the smallest budget that works is {format_size_up(need_bytes)}, "
             f"there is {format_size(have_bytes)} ({flag})"
             for tier, need_bytes, have_bytes, flag in tiers
             if need_bytes > have_bytes

@@ -14,6 +14,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from spillway.spec.sizes import format_seconds
 
@@ -39,14 +40,14 @@ class Reporter:
     @contextmanager
     def training(self, total: int, done: int) -> Iterator["StepLine"]:
         """A bar for optimizer steps with the loss and speed in it."""
-        columns = (MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
+        columns = (MofNCompleteColumn(), TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True)))
         with self._bar(*columns) as bar:
             yield StepLine(self, bar, total, done)
 
     def _bar(self, *columns: ProgressColumn) -> Progress:
         return Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=24 if self.console.width >= 100 else 10),
             *columns,
             TimeElapsedColumn(),
             TimeRemainingColumn(),
@@ -79,16 +80,23 @@ class StepLine:
         self._reporter = reporter
         self._bar = bar
         self._total = total
-        self._task = bar.add_task("training", total=total, completed=done, figures="first step: the longest batch")
+        self._task = bar.add_task("training", total=total, completed=done, figures="")
         self._last_line = 0.0
 
     def step(self, step: int, loss: float, grad_norm: float, learning_rate: float, tokens: int, seconds: float) -> None:
         """One optimizer step is done."""
-        figures = (
-            f"loss {loss:.4f} · grad {grad_norm:.2f} · lr {learning_rate:.2e} · "
-            f"{tokens / seconds:,.0f} tok/s · {format_seconds(seconds)}/step"
-        )
-        self._bar.update(self._task, completed=step, figures=figures)
+        parts = [
+            f"loss {loss:.4f}",
+            f"{tokens / seconds:,.0f} tok/s",
+            f"{format_seconds(seconds)}/step",
+            f"grad {grad_norm:.2f}",
+            f"lr {learning_rate:.2e}",
+        ]
+        figures = " · ".join(parts)
+        # A bar, the count and the times take about 60 columns; figures get what is left of the line.
+        room = self._reporter.console.width - 62
+        fitting = [part for index, part in enumerate(parts) if len(" · ".join(parts[: index + 1])) <= room]
+        self._bar.update(self._task, completed=step, figures=" · ".join(fitting))
         now = time.monotonic()
         if not self._reporter.console.is_terminal and (
             now - self._last_line > _LINE_EVERY_S or step in (1, self._total)

@@ -1,7 +1,7 @@
 """One model in training: turns the user's forward, backward and optimizer step into the operations of the plan."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from spillway.model.profile import (
 )
 from spillway.model.units import Unit
 from spillway.optim.update import Hyper
-from spillway.runtime.buffers import all_buffers_kept, buffer_versions, buffers_kept
+from spillway.runtime.buffers import BufferGuard, all_buffers_kept
 from spillway.runtime.calls import FlatCall, own_copy, rng_state, set_rng_state
 from spillway.runtime.device import Device
 from spillway.runtime.executor import Executor
@@ -115,7 +115,8 @@ class Session:
         self._next_call = 0
         self._backwards = 0  # of this optimizer step
         self._in_backward = False
-        self._mutating: set[int] = set()  # units whose forward changes buffers, such as running means
+        self._buffers = BufferGuard()
+        self._closed = False
         self._half_done = False  # a failed step has changed what rests in host memory
         self._traces: list[Trace] = []
         self._replace_forwards()
@@ -124,7 +125,9 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        """Whether the weights rest in the store."""
+        """Whether the weights rest in the store. Raises UsageError once it was closed."""
+        if self._closed:
+            raise UsageError("the model was closed: prepare it again, with resume=True to go on from its saved point")
         return self._executor is not None
 
     @property
@@ -144,13 +147,14 @@ class Session:
 
     def close(self) -> None:
         """End the lanes and release memory, files and locks."""
+        self._closed = True
         if self._executor is not None:
             self._executor.close()
             self._executor = None
         self.store.close()
 
     def _ensure_open(self, schedule: Schedule) -> None:
-        if self._executor is None:
+        if not self.is_open or self._executor is None:
             with torch.inference_mode(False):
                 self.store.open(schedule.plan, schedule.profile)
             self._worker = LaneWorker(
@@ -402,11 +406,8 @@ class Session:
         executor, _ = self._parts()
         start = executor.begin_compute(op)
         unit = self.units[op.unit]
-        before = buffer_versions(unit)
-        with self._bound_leaves(unit, op, None) as slot:
+        with self._bound_leaves(unit, op, None) as slot, self._buffers.first_time(unit):
             yield slot
-        if buffer_versions(unit) != before:
-            self._mutating.add(op.unit)
         executor.end_compute(op, start)
 
     @contextmanager
@@ -421,9 +422,8 @@ class Session:
         grads = None
         if op.target:
             grads = self._open_gradient(op, worker)
-        # Computing a unit again must not, say, count a batch twice.
-        keeper = buffers_kept(self.units[op.unit]) if op.unit in self._mutating else nullcontext()
-        with self._bound_leaves(self.units[op.unit], op, grads), keeper:
+        unit = self.units[op.unit]
+        with self._bound_leaves(unit, op, grads), self._buffers.again(unit):
             yield
         executor.end_compute(op, start)
 

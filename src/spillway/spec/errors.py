@@ -60,6 +60,10 @@ class Interrupted(SpillwayError):
     exit_code = 130
 
 
+class BudgetWarning(UserWarning):
+    """A budget was cut to what the machine has."""
+
+
 class InvariantError(AssertionError):
     """A promise inside Spillway was broken: a bug of ours, never of the user."""
 

@@ -3,6 +3,26 @@
 from dataclasses import dataclass
 
 from spillway.spec.errors import UsageError
+from spillway.spec.sizes import parse_size
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "device": ("auto", "cuda", "cpu"),
+    "dtype": ("bfloat16", "float32", "bf16", "fp32"),
+    "update": ("auto", "serial", "overlap"),
+    "weights": ("auto", "device", "host", "disk"),
+    "states": ("auto", "device", "host", "disk"),
+    "lr_scheduler_type": (
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+    ),
+    "master_bits": (32, 24),
+}
+_SMALLEST_BUDGET = 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +70,35 @@ class TrainOptions:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
-        if self.max_steps == 0:
+        if self.max_steps == 0 or self.max_steps < -1:
             raise UsageError("--max-steps must be more than 0, or left out for whole epochs")
+        if self.seed < 0:
+            raise UsageError(f"--seed must not be negative, as {self.seed} is")
+        if self.max_grad_norm < 0:
+            raise UsageError(f"--max-grad-norm must be more than 0, or 0 for no clipping, not {self.max_grad_norm}")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be in [0, 1), not {getattr(self, name)}")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)} is not one of {', '.join(map(str, known))}"
+                )
+        for name in ("device_memory", "host_memory", "disk_memory"):
+            _check_size(name, getattr(self, name))
         if self.max_length < 2:
             raise UsageError("--max-length must be at least 2: a token is predicted from the one before it")
         if not 0 <= self.warmup_ratio < 1:
             raise UsageError(f"--warmup-ratio must be in [0, 1), not {self.warmup_ratio}")
+
+
+def _check_size(name: str, text: str | None) -> None:
+    if text is None:
+        return
+    flag = f"--{name.replace('_', '-')}"
+    try:
+        size = parse_size(text)
+    except ValueError as error:
+        raise UsageError(f"{flag}: {error}") from error
+    if size < _SMALLEST_BUDGET:
+        raise UsageError(f"{flag} {text} is {size} bytes: write a unit, for example {text.strip()}GB")

@@ -85,7 +85,7 @@ class KeepPoints:
     """Saved points: how many stay, and whether they are asked for where states rest in memory."""
 
     last: int = 1
-    of_memory: bool = False  # extents on disk for units that rest in host memory too
+    of_memory: bool = True  # extents on disk for units that rest in host memory too
 
 
 LAST_POINT = KeepPoints()

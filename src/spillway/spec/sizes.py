@@ -1,5 +1,6 @@
 """Sizes as people write them."""
 
+import math
 import re
 
 _UNITS = {
@@ -45,6 +46,11 @@ def format_size(num_bytes: float) -> str:
             break
         value /= 1000
     return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def format_size_up(num_bytes: float) -> str:
+    """As `format_size`, rounded up and with one per cent to spare: a size that is enough when it is typed in again."""
+    return format_size(math.ceil(1.01 * num_bytes) + 10_000)
 
 
 def format_seconds(seconds: float) -> str:

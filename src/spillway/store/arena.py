@@ -19,9 +19,17 @@ class Arena:
     def __init__(self, num_bytes: int, pin: Callable[[torch.Tensor], None] | None = None) -> None:
         """`pin` is called once for every part of the arena, when it is first allocated."""
         self.num_bytes = max(align(num_bytes, PAGE), PAGE)
-        self._map = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        try:
+            self._map = mmap.mmap(-1, self.num_bytes, flags=flags)
+        except OSError as error:
+            raise HostMemoryError(
+                f"{format_size(self.num_bytes)} of host memory cannot be had ({error.strerror}): lower --host-memory"
+            ) from error
+        # A child process (a data loader's worker) must not share pages that the drives write to.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                self._map.madvise(getattr(mmap, advice))
         self.buffer = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
         self._pin = pin

@@ -64,16 +64,23 @@ class StripedDisk:
             for file in geometry.files():
                 if not file.exists():
                     raise DiskError(f"{file}, a part of the saved run, is missing: bring its drive back")
-        self._locks = [_lock(path) for path in self._paths if str(path) not in locked]
-        self._files = []
+        self._locks: list[int] = []
+        self._files: list[int] = []
         self.direct = True
         self.num_bytes = 0
-        for file in geometry.files():
-            fd, direct = _open(file)
-            if not keep:
-                os.ftruncate(fd, 0)
-            self._files.append(fd)
-            self.direct = self.direct and direct
+        try:
+            for path in self._paths:
+                if str(path) not in locked:
+                    self._locks.append(_lock(path))
+            for file in geometry.files():
+                fd, direct = _open(file)
+                self._files.append(fd)
+                self.direct = self.direct and direct
+                if not keep:
+                    os.ftruncate(fd, 0)
+        except BaseException:
+            self.close()
+            raise
 
     def reserve(self, num_bytes: int) -> None:
         """Make sure the whole address space has room on the drives now, so that no write can fail for want of it.
@@ -130,7 +137,7 @@ class StripedDisk:
             verb = "write to" if is_write else "read from"
             raise DiskError(
                 f"cannot {verb} {file} at offset {failed.offset} ({failed.num_bytes} bytes): {error.strerror}; "
-                f"the last saved point is intact"
+                f"what was saved before is intact"
             ) from error
 
     def _stripes(self, extent: Extent, buffer: torch.Tensor) -> list[Transfer]:
@@ -167,12 +174,35 @@ class StripedDisk:
 def free_bytes(path: Path) -> int:
     """Bytes a store at `path` may use: what is free, and what its file has reserved already. The nearest existing
     parent is asked when the path does not exist yet."""
-    at = path
-    while not at.exists():
-        at = at.parent
-    stats = os.statvfs(at)
-    ours = sum(data.stat().st_blocks * 512 for data in path.glob("spillway.data*"))
-    return stats.f_bavail * stats.f_frsize + ours
+    return _available(path) + _reserved(path)
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _available(path: Path) -> int:
+    stats = os.statvfs(_existing(path))
+    return stats.f_bavail * stats.f_frsize
+
+
+def _reserved(path: Path) -> int:
+    return sum(data.stat().st_blocks * 512 for data in path.glob("spillway.data*"))
+
+
+def free_on(geometry: Geometry) -> int:
+    """Bytes of the address space that its drives have room for; paths on one file system share what is free there."""
+    row = sum(geometry.shares)
+    shares: dict[int, int] = {}
+    free: dict[int, int] = {}
+    for name, share in zip(geometry.paths, geometry.shares, strict=True):
+        path = Path(name)
+        drive = _existing(path).stat().st_dev
+        shares[drive] = shares.get(drive, 0) + share
+        free[drive] = free.get(drive, _available(path)) + _reserved(path)
+    return min(free[drive] * row // shares[drive] for drive in free)
 
 
 def _lock(path: Path) -> int:

@@ -173,9 +173,10 @@ class Homes:
         for home in self.units:
             home.written = None
 
-    def snapshot(self, staging: torch.Tensor) -> None:
+    def snapshot(self, staging: torch.Tensor) -> int:
         """Write units whose newest state is in memory to their next extents, as part of a saved point. `staging`: host
-        memory that what lies on the device passes through."""
+        memory that what lies on the device passes through. Returns bytes written."""
+        written = 0
         for home in self.units:
             where = home.where
             if not home.extents or not home.layout.num_trainable or where.states == "disk":
@@ -188,13 +189,17 @@ class Homes:
                 resting = home.weight if part.name == "weight" else (home.state or {}).get(part.name)
                 if resting is None:
                     continue
-                step = part.num_bytes if resting.device.type == "cpu" else staging.numel() // PAGE * PAGE
+                # What lies in the arena is written from there; O_DIRECT wants whole pages of host memory.
+                direct = resting.device.type == "cpu" and resting.data_ptr() % PAGE == 0
+                step = part.num_bytes if direct else staging.numel() // PAGE * PAGE
                 for start in range(0, part.num_bytes, step):
                     size = min(step, part.num_bytes - start)
                     piece = resting[start : start + size]
-                    if piece.device.type != "cpu":
+                    if not direct:
                         piece = staging[:size].copy_(piece)
                     self._write_checked(home, index, part.offset + start, piece)
+                    written += size
+        return written
 
     def _write_checked(self, home: UnitHome, index: int, offset: int, content: torch.Tensor) -> None:
         home.checks[index].feed(offset, content)

@@ -158,6 +158,14 @@ class PlacedStore:
 
     def _make_homes(self, plan: Plan, profile: ModelProfile) -> Homes:
         disk = StripedDisk(self._geometry, keep=bool(self._saved)) if self._geometry else None
+        try:
+            return self._lay_homes(plan, profile, disk)
+        except BaseException:
+            if disk is not None:
+                disk.close()
+            raise
+
+    def _lay_homes(self, plan: Plan, profile: ModelProfile, disk: StripedDisk | None) -> Homes:
         kept = [[manifest.units[index] for manifest in self._saved] for index in range(len(self._layouts))]
         space = Space([Extent(record.offset, record.num_bytes) for records in kept for record in records])
         if disk is not None:
