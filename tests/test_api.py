@@ -451,3 +451,41 @@ def test_wrong_optimizers_and_counts_are_refused() -> None:
         spillway.prepare(plain, SETTINGS, micro_batch=0)
     with pytest.raises(UsageError, match="must not be negative"):
         spillway.prepare(plain, spillway.AdamW(lr=-1.0))
+
+
+class Mixing(nn.Module):
+    """Blocks that give more than rows: router scores of all tokens, and a mean over the batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.heads = nn.ModuleList(MixingBlock(kind) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        extra = x.new_zeros(())
+        for block, head in zip(self.blocks, self.heads, strict=True):
+            x, more = head(block(x))
+            extra = extra + more.square().mean()
+        return x.square().mean() + extra
+
+
+class MixingBlock(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.linear(x))
+        return hidden, hidden.flatten(0, 1) if self.kind == "tokens" else hidden.mean(0)
+
+
+@pytest.mark.parametrize("kind", ("tokens", "mean"))
+def test_units_whose_outputs_are_not_rows_are_not_cut(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    plain = Mixing(kind)
+    model, _ = spillway.prepare(copy.deepcopy(plain), SETTINGS, store=tmp_path, device="cpu", micro_batch=1)
+    x = torch.randn(4, 3, 8)
+    assert model(x).item() == pytest.approx(plain(x).item(), rel=1e-6)
+    spillway.close(model)

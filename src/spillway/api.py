@@ -379,6 +379,7 @@ class _Planner:
                 rows,
                 hidden,
                 self._form,
+                max(self._budget.host_bytes - self._budget.process_bytes, 16 << 20),
             )
         return self._hardware
 

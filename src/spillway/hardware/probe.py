@@ -32,22 +32,24 @@ def measure(
     rows: int,
     hidden: int,
     form: StateFormat,
+    room_bytes: int,
 ) -> HardwareSpec:
     """Rates of the device for `dtype`, of the links, of the drives under `paths`, and of the CPU's update.
 
     `copy(target, source)` moves bytes between host and device and returns when they are there. `rows` tokens at a time
-    of width `hidden` are what the model computes; `form` is what its optimizer keeps. Measured once per process,
-    device, dtype, set of drives and shape.
+    of width `hidden` are what the model computes; `form` is what its optimizer keeps. No more than `room_bytes` of host
+    memory are taken. Measured once per process, device, dtype, set of drives and shape.
     """
     for path in paths:
         _make(path)
     drives = tuple(path.stat().st_dev for path in paths)
     rows = min(max(rows, 16), _MAX_ROWS[device.type])
-    hidden = min(max(hidden // 64 * 64, 64), _MAX_HIDDEN[device.type])
+    hidden = min(hidden, _MAX_HIDDEN[device.type], math.isqrt(room_bytes // (8 * 12 * dtype.itemsize)))
+    hidden = max(hidden // 64 * 64, 64)
     key = (device, dtype, drives, rows, hidden, form)
     known = _measured.get(key)
     if known is None:
-        known = _measured[key] = _measure(device, dtype, paths, copy, rows, hidden, form)
+        known = _measured[key] = _measure(device, dtype, paths, copy, rows, hidden, form, room_bytes)
     return known
 
 
@@ -59,19 +61,21 @@ def _measure(
     rows: int,
     hidden: int,
     form: StateFormat,
+    room_bytes: int,
 ) -> HardwareSpec:
-    host = torch.ones(_COPY_BYTES, dtype=torch.uint8)
-    there = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
-    read, write = _disk_rates(paths) if paths else (1e18, 1e18)
+    copied = _within(_COPY_BYTES, room_bytes // 16)
+    host = torch.ones(copied, dtype=torch.uint8)
+    there = torch.ones(copied, dtype=torch.uint8, device=device)
+    read, write = _disk_rates(paths, _within(_DISK_BYTES, room_bytes // 8)) if paths else (1e18, 1e18)
     return HardwareSpec(
         device.type,
         block_flops(device, dtype, rows, hidden),
-        _COPY_BYTES / best_seconds(lambda: copy(there, host)),
-        _COPY_BYTES / best_seconds(lambda: copy(host, there)),
+        copied / best_seconds(lambda: copy(there, host)),
+        copied / best_seconds(lambda: copy(host, there)),
         read,
         write,
-        _update_rate(form),
-        _COPY_BYTES / best_seconds(lambda: sum_squares(host.view(torch.float32), os.cpu_count() or 1)),
+        _update_rate(form, _within(1 << 22, room_bytes // 128)),
+        copied / best_seconds(lambda: sum_squares(host.view(torch.float32), os.cpu_count() or 1)),
         cores_shared=device.type == "cpu",
     )
 
@@ -121,9 +125,13 @@ def block_flops(device: torch.device, dtype: torch.dtype, rows: int, hidden: int
     return 4 * 2 * rows * weights / best_seconds(step)
 
 
-def _update_rate(form: StateFormat) -> float:
+def _within(wanted: int, room: int) -> int:
+    """As much as is wanted and there is room for, in whole mebi, and at least one."""
+    return max(min(wanted, room) >> 20, 1) << 20
+
+
+def _update_rate(form: StateFormat, elements: int) -> float:
     """Parameters a second, with bfloat16 weights and gradients."""
-    elements = 1 << 22
     layout = lay_out([("probe", (elements,), torch.bfloat16, True)], form)
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
@@ -145,12 +153,12 @@ def _update_rate(form: StateFormat) -> float:
     return elements / best_seconds(lambda: update_range(arrays, hyper, 1.0, os.cpu_count() or 1))
 
 
-def _disk_rates(paths: tuple[Path, ...]) -> tuple[float, float]:
+def _disk_rates(paths: tuple[Path, ...], num_bytes: int = _DISK_BYTES) -> tuple[float, float]:
     """Read and write bandwidth of all paths together, with the engine that training uses."""
     engine = DiskEngine()
-    buffer = Arena(_DISK_BYTES).buffer
+    buffer = Arena(num_bytes).buffer
     buffer.fill_(1)
-    share = _DISK_BYTES // len(paths) >> 20 << 20  # whole pages, for O_DIRECT
+    share = max(num_bytes // len(paths) >> 12, 1) << 12  # whole pages, for O_DIRECT
     files: list[tuple[Path, int]] = []
     try:
         for path in paths:

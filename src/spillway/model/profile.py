@@ -30,6 +30,7 @@ class CallRecord:
     saved_bytes: int
     rows: int = 0  # of a LOSS: how many it may be cut into
     chunk_rows: int = 0
+    origins: dict[int, frozenset[int]] = field(default_factory=dict)  # per output: inputs it was computed from
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,18 @@ class Profiler:
         flops = float(self._flops.get_total_flops() - before)
         first = next(iter(inputs.values()), None)
         rows = first.shape[0] if first is not None and first.dim() else 0
-        record = CallRecord(unit, member, kind, inputs, outputs, flops, sum(saved.values()), rows, chunk_rows)
+        record = CallRecord(
+            unit,
+            member,
+            kind,
+            inputs,
+            outputs,
+            flops,
+            sum(saved.values()),
+            rows,
+            chunk_rows,
+            _origins(inputs, outputs),
+        )
         self.calls.append(record)
         return result
 
@@ -150,12 +162,48 @@ def _shape_of(
         return whole
     cut_inputs = _grown_places(call.inputs, grown.inputs)
     cut_outputs = _grown_places(call.outputs, grown.outputs)
-    # A number computed from the whole batch (a loss inside the unit) cannot be put together from parts.
-    mixes_rows = any(tensor.dim() == 0 for tensor in call.outputs.values())
-    if not cut_inputs or mixes_rows:
+    if not cut_inputs or not _is_cut_cleanly(call, grown, cut_inputs, cut_outputs):
         return whole
     chunks = -(-rows // micro_batch)
     return CallShape(call.unit, call.member, call.kind, chunks, micro_batch, cut_inputs, cut_outputs, acts)
+
+
+def _is_cut_cleanly(
+    call: CallRecord, grown: CallRecord, cut_inputs: frozenset[int], cut_outputs: frozenset[int]
+) -> bool:
+    """Whether the outputs of the whole batch are those of its parts one after another. Not so where a tensor grew
+    otherwise than by one row (all tokens in one dimension), or where something computed from the rows did not grow
+    with them (a loss inside the unit, a mean over the batch)."""
+    for tensors, others, cut in ((call.inputs, grown.inputs, cut_inputs), (call.outputs, grown.outputs, cut_outputs)):
+        for place, tensor in tensors.items():
+            expected = (tensor.shape[0] + 1, *tensor.shape[1:]) if place in cut else tuple(tensor.shape)
+            if tuple(others[place].shape) != expected:
+                return False
+    for place, tensor in call.outputs.items():
+        if place not in cut_outputs and (tensor.dim() == 0 or call.origins.get(place, frozenset()) & cut_inputs):
+            return False
+    return True
+
+
+def _origins(inputs: dict[int, torch.Tensor], outputs: dict[int, torch.Tensor]) -> dict[int, frozenset[int]]:
+    """For each output, the inputs that autograd's graph leads back to."""
+    places = {tensor.grad_fn: place for place, tensor in inputs.items() if tensor.grad_fn is not None}
+    found: dict[int, frozenset[int]] = {}
+    for output_place, output in outputs.items():
+        reached: set[int] = set()
+        seen: set[Any] = set()
+        waiting = [output.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in places:
+                reached.add(places[node])
+                continue
+            waiting += [following for following, _ in node.next_functions]
+        found[output_place] = frozenset(reached)
+    return found
 
 
 def _grown_places(tensors: dict[int, torch.Tensor], grown: dict[int, torch.Tensor]) -> frozenset[int]:

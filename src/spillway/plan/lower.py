@@ -100,6 +100,7 @@ class Lowering:
         self._forward: dict[int, int] = {}
         self._backward: dict[int, int] = {}
         self._act_stored: dict[int, int] = {}
+        self._act_downloads: list[int] = []
         self._act_read: dict[int, int] = {}
         self._act_uploaded: dict[int, int] = {}
         self._act_order = [use.call for use in self._uses if use.backward and self._moves_act(use.call)]
@@ -233,6 +234,10 @@ class Lowering:
     def _moves_act(self, call: int) -> bool:
         return self._plan.acts[call] != "device" and self._model.calls[call].act_bytes > 0
 
+    def _earlier_store(self) -> int | None:
+        """The last download but one: no more than two inputs wait on the device to be taken away."""
+        return self._act_downloads[-2] if len(self._act_downloads) > 1 else None
+
     def _emit_act_store(self, call: int) -> None:
         size = self._model.calls[call].act_bytes
         unit = self._model.calls[call].unit
@@ -240,6 +245,7 @@ class Lowering:
         down = self._build.add(
             "DOWNLOAD", "download", unit, "act", size, [self._forward[call]], ((pool, lease),), (), "", lease, call
         )
+        self._act_downloads.append(down)
         self._act_stored[call] = down
         if self._plan.acts[call] == "disk":
             self._act_stored[call] = self._build.add(
@@ -306,7 +312,17 @@ class Lowering:
         call = self._model.calls[use.call]
         slot, upload, give = self._slot_of(position)
         self._forward[use.call] = self._build.add(
-            call.kind, "compute", use.unit, "none", call.flops, [upload], (), give, slot, "", use.call
+            call.kind,
+            "compute",
+            use.unit,
+            "none",
+            call.flops,
+            [upload, self._earlier_store()],
+            (),
+            give,
+            slot,
+            "",
+            use.call,
         )
         if self._moves_act(use.call):
             self._emit_act_store(use.call)

@@ -58,6 +58,9 @@ def peaks(
     of_units = [residents(model, placement, unit) for unit in range(len(model.units))]
     device = sum(part.device for part in of_units) + working_bytes(model) + model.boundary_bytes
     device += sum(call.act_bytes for call, tier in zip(model.calls, placement.acts, strict=True) if tier == "device")
+    # Two inputs may be on their way to host memory.
+    moving = [call.act_bytes for call, tier in zip(model.calls, placement.acts, strict=True) if tier != "device"]
+    device += 2 * max(moving, default=0)
     device += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "device")
     host = process_bytes + sum(part.host for part in of_units)
     host += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "host")

@@ -66,12 +66,20 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
     """
     update = _update_mode(request)
     planner = _Planner(model, hardware, budget, request, update)
+    if not model.calls:
+        # Nothing is known yet of what activations take: half of what is left stays theirs.
+        planner = _Planner(model, hardware, _half_of(budget), request, update)
     best = planner.fill(planner.deepest())
     pools, ops, accumulate_ops = lower(model, best.placement)
     plan = Plan(best.placement, pools, ops, accumulate_ops, best.peaks, notes=_notes(best, request))
     check(plan)
     seconds, bottleneck = step_seconds(plan, hardware)
     return replace(plan, step_seconds=seconds, bottleneck=bottleneck)
+
+
+def _half_of(budget: Budget) -> Budget:
+    ours = budget.host_bytes - budget.process_bytes
+    return replace(budget, device_bytes=budget.device_bytes // 2, host_bytes=budget.process_bytes + ours // 2)
 
 
 def _update_mode(request: PlanRequest) -> str:
