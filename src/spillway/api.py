@@ -161,7 +161,7 @@ def prepare(
         geometry,
         budget,
         compute.allocate,
-        compute.pin if compute.kind == "cuda" else None,
+        compute.pin,
         points.found,
         keep,
     )

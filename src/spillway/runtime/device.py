@@ -1,5 +1,9 @@
 """Everything that differs between a GPU and the CPU as the device, behind one interface."""
 
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -16,11 +20,14 @@ class Device(Protocol):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A uint8 buffer on the device."""
 
-    def pin(self, buffer: torch.Tensor) -> None:
-        """Make a host buffer fast to copy from and to."""
+    def pin(self, buffer: torch.Tensor) -> Callable[[], None]:
+        """Make a host buffer fast to copy from and to, until the function that is returned is called."""
 
     def copy(self, lane: str, target: torch.Tensor, source: torch.Tensor, after: list[object]) -> None:
         """Copy on the lane's own stream once every event of `after` has passed; returns when the copy is over."""
+
+    def lane(self, lane: str, after: list[object]) -> AbstractContextManager[None]:
+        """Operators inside run on the lane after the events, and are over at its end."""
 
     def mark(self) -> object:
         """An event that passes when the compute submitted so far is over; None where it already is."""
@@ -42,12 +49,17 @@ class CpuDevice:
         """A uint8 buffer, aligned for every kernel."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def pin(self, buffer: torch.Tensor) -> None:
+    def pin(self, buffer: torch.Tensor) -> Callable[[], None]:
         """Nothing to do."""
+        return lambda: None
 
     def copy(self, lane: str, target: torch.Tensor, source: torch.Tensor, after: list[object]) -> None:
         """A plain copy; compute is synchronous, so there is never an event to wait for."""
         target.copy_(source)
+
+    def lane(self, lane: str, after: list[object]) -> AbstractContextManager[None]:
+        """The lane's thread computes."""
+        return nullcontext()
 
     def mark(self) -> object:
         """Compute is over when its call returns."""
@@ -61,6 +73,11 @@ class CpuDevice:
         return 0
 
 
+# Of a ring that copies go through where the buffer itself cannot be pinned; two chunks, so that the processor fills one
+# while the link takes the other.
+_CHUNK_BYTES = 16 << 20
+
+
 class CudaDevice:
     """A CUDA device: one stream per copying lane, the user's current stream for compute."""
 
@@ -68,27 +85,94 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
-        self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in ("upload", "download")}
+        self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in ("upload", "download", "update")}
+        self._pinned: dict[int, int] = {}  # address -> bytes
+        self._rings: dict[str, list[torch.Tensor]] = {}
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A uint8 buffer on the GPU."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
-    def pin(self, buffer: torch.Tensor) -> None:
-        """Register the pages with the driver, at their exact size; slower copies remain possible where it refuses."""
-        if buffer.numel():
-            torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+    def pin(self, buffer: torch.Tensor) -> Callable[[], None]:
+        """Register the pages with the driver, once and at their exact size. Where it refuses (a limit on locked memory)
+        copies go through a small pinned ring."""
+        address, size = buffer.data_ptr(), buffer.numel()
+        if not size:
+            return lambda: None
+        if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) != 0:
+            _forget_last_error()
+            return lambda: None
+        self._pinned[address] = size
+
+        def unpin() -> None:
+            if self._pinned.pop(address, None) is not None:
+                torch.cuda.synchronize(self.torch_device)
+                torch.cuda.cudart().cudaHostUnregister(address)
+
+        return unpin
 
     def copy(self, lane: str, target: torch.Tensor, source: torch.Tensor, after: list[object]) -> None:
         """Blocks the lane's thread, not the GPU and not the interpreter."""
         stream = self._streams[lane]
+        host = source if target.is_cuda else target
         with torch.cuda.stream(stream):
             for event in after:
                 stream.wait_event(event)  # type: ignore[arg-type]
-            target.copy_(source, non_blocking=True)
-            over = torch.cuda.Event()
-            over.record(stream)
-        over.synchronize()
+            if host.is_cuda or self._is_pinned(host) or host.numel() * host.element_size() == 0:
+                target.copy_(source, non_blocking=True)
+                over = torch.cuda.Event()
+                over.record(stream)
+                over.synchronize()
+            else:
+                self._copy_through_ring(lane, stream, target, source)
+
+    @contextmanager
+    def lane(self, lane: str, after: list[object]) -> Iterator[None]:
+        """Operators inside run on the lane's stream, after the events, and are over at its end."""
+        stream = self._streams[lane]
+        with torch.cuda.stream(stream):
+            for event in after:
+                stream.wait_event(event)  # type: ignore[arg-type]
+            yield
+        stream.synchronize()
+
+    def _is_pinned(self, host: torch.Tensor) -> bool:
+        start, size = host.data_ptr(), host.numel() * host.element_size()
+        return any(at <= start and start + size <= at + length for at, length in self._pinned.items())
+
+    def _copy_through_ring(
+        self, lane: str, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        if lane not in self._rings:
+            self._rings[lane] = [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        ring = self._rings[lane]
+        to, of = target.reshape(-1).view(torch.uint8), source.contiguous().reshape(-1).view(torch.uint8)
+        upload = target.is_cuda
+        pending: list[tuple[torch.cuda.Event, slice, torch.Tensor] | None] = [None, None]
+
+        def settle(turn: int) -> None:
+            waiting = pending[turn]
+            if waiting is not None:
+                event, part, chunk = waiting
+                event.synchronize()
+                if not upload:
+                    to[part].copy_(chunk)
+                pending[turn] = None
+
+        for number, start in enumerate(range(0, of.numel(), _CHUNK_BYTES)):
+            turn, part = number % 2, slice(start, min(start + _CHUNK_BYTES, of.numel()))
+            settle(turn)
+            chunk = ring[turn][: part.stop - part.start]
+            if upload:
+                chunk.copy_(of[part])
+                to[part].copy_(chunk, non_blocking=True)
+            else:
+                chunk.copy_(of[part], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+            pending[turn] = (event, part, chunk)
+        settle(0)
+        settle(1)
 
     def mark(self) -> object:
         """An event on the stream the user computes on."""
@@ -104,6 +188,14 @@ class CudaDevice:
     def peak_bytes(self) -> int:
         """What PyTorch's allocator had reserved at most."""
         return torch.cuda.max_memory_reserved(self.torch_device)
+
+
+def _forget_last_error() -> None:
+    """A refused registration must not surface at the next kernel launch. PyTorch does not offer this call."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "libcudart" in line:
+            ctypes.CDLL(line.split()[-1]).cudaGetLastError()
+            return
 
 
 def open_device(name: str) -> Device:

@@ -140,7 +140,8 @@ class LaneWorker:
         if grad is None:
             return
         elements = grad[: home.layout.grad_bytes].view(home.layout.dtype)[: home.layout.num_trainable]
-        total = sum_squares(elements, self._threads)
+        with self._device.lane("update", events):
+            total = sum_squares(elements, self._threads)
         if not math.isfinite(total):
             raise NonFinite(
                 f"a gradient of {self._names[op.unit]} is infinite or not a number; the step was not applied and "
@@ -164,7 +165,8 @@ class LaneWorker:
         slab = None if op.target == HOME else self._buffer(op.target)
         part = SlabRange(home, op.start, op.stop)
         if home.has_grad:  # otherwise nothing reached this unit: as in PyTorch, it is left alone
-            self._apply(op, home, part.arrays(slab, self._grad_at(op, home)))
+            with self._device.lane("update", events):
+                self._apply(op, home, part.arrays(slab, self._grad_at(op, home)))
         if slab is not None:
             part.check(slab, self._threads)
 

@@ -2,7 +2,6 @@
 
 import mmap
 import threading
-from collections.abc import Callable
 
 import torch
 
@@ -16,8 +15,8 @@ PAGE = 4096
 class Arena:
     """A page-aligned block of host memory; pages are taken from the system when first touched."""
 
-    def __init__(self, num_bytes: int, pin: Callable[[torch.Tensor], None] | None = None) -> None:
-        """`pin` is called once for every part of the arena, when it is first allocated."""
+    def __init__(self, num_bytes: int) -> None:
+        """Raises HostMemoryError where there is not even the address space for it."""
         self.num_bytes = max(align(num_bytes, PAGE), PAGE)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         try:
@@ -32,8 +31,6 @@ class Arena:
                 self._map.madvise(getattr(mmap, advice))
         self.buffer = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
-        self._pin = pin
-        self._pinned = 0
 
     def allocate(self, num_bytes: int, owner: str) -> torch.Tensor:
         """A uint8 view of whole pages. Raises HostMemoryError naming `owner` when the arena is used up."""
@@ -45,9 +42,6 @@ class Arena:
             )
         view = self.buffer[self._used : self._used + size]
         self._used += size
-        if self._pin is not None and self._used > self._pinned:
-            self._pin(self.buffer[self._pinned : self._used])
-            self._pinned = self._used
         return view
 
     def mark(self) -> int:
@@ -55,8 +49,8 @@ class Arena:
         return self._used
 
     def reset_to(self, mark: int) -> None:
-        """Take back everything allocated after `mark` and return its pages to the system (pinned ones stay)."""
-        if mark < self._used and self._pin is None:
+        """Take back everything allocated after `mark` and return its pages to the system. None may be pinned."""
+        if mark < self._used:
             start = align(mark, mmap.PAGESIZE)
             self._map.madvise(mmap.MADV_DONTNEED, start, align(self._used, mmap.PAGESIZE) - start)
         self._used = mark

@@ -20,6 +20,8 @@ from spillway.store.manifest import Manifest
 from spillway.store.space import Space
 
 Allocate = Callable[[int], torch.Tensor]
+# Pins a host buffer and gives what unpins it again.
+Pin = Callable[[torch.Tensor], Callable[[], None]]
 
 
 class PlacedStore:
@@ -31,7 +33,7 @@ class PlacedStore:
         geometry: Geometry | None,
         budget: Budget,
         on_device: Allocate,
-        pin: Callable[[torch.Tensor], None] | None,
+        pin: Pin,
         saved: tuple[Manifest, ...],
         keep: KeepPoints,
     ) -> None:
@@ -42,6 +44,8 @@ class PlacedStore:
         self._budget = budget
         self._on_device = on_device
         self._pin = pin
+        self._unpin_slabs: Callable[[], None] = _nothing
+        self._unpin_residents: Callable[[], None] = _nothing
         self._saved = saved
         self._keep = keep
         self._arena: Arena | None = None
@@ -74,17 +78,17 @@ class PlacedStore:
     def open(self, plan: Plan, profile: ModelProfile) -> None:
         """Take memory and disk space, then let `on_open` fill the homes."""
         ours = self._budget.host_bytes - self._budget.process_bytes
-        self._arena = Arena(max(ours, 1), self._pin)
+        self._arena = Arena(max(ours, 1))
         self._homes = self._make_homes(plan, profile)
         self._resident_end = self._arena.mark()
+        self._unpin_residents = self._pin(self._arena.buffer[: self._resident_end])
         if self.on_open is not None:
             self.on_open(self)
 
     def lay_slabs(self, plan: Plan) -> None:
         """Cut the rest of the arena into the plan's pools; nothing may be leased."""
         self._lone = None
-        self.arena.reset_to(self._resident_end)
-        self._buffers = {}
+        self._free_slabs()
         device_buffers: dict[str, list[torch.Tensor]] = {}
         for pool in plan.pools:
             if pool.tier == "host":
@@ -97,7 +101,14 @@ class PlacedStore:
                 slabs = device_buffers[pool.name] = known
             self._buffers[pool.name] = slabs
         self._device_buffers = device_buffers
+        self._unpin_slabs = self._pin(self.arena.buffer[self._resident_end : self.arena.mark()])
         self.pools = SlabPools(plan.pools, self._buffers)
+
+    def _free_slabs(self) -> None:
+        self.pools, self._buffers = None, {}
+        self._unpin_slabs()
+        self._unpin_slabs = _nothing
+        self.arena.reset_to(self._resident_end)
 
     def name_slabs(self, plan: Plan, profile: ModelProfile) -> None:
         """Remember which pool serves which unit, for `fetch`."""
@@ -118,8 +129,7 @@ class PlacedStore:
     def staging(self, num_bytes: int, owner: str) -> torch.Tensor:
         """Host memory for moving weights in and out while no step is under way; valid until the next step or staging.
         Shrinks to what is left, but not below a mebibyte."""
-        self.pools, self._buffers = None, {}
-        self.arena.reset_to(self._resident_end)
+        self._free_slabs()
         left = self.arena.num_bytes - self.arena.mark()
         return self.arena.allocate(max(min(num_bytes, left), 1 << 20), owner)
 
@@ -150,6 +160,9 @@ class PlacedStore:
 
     def close(self) -> None:
         """Give everything back."""
+        self._unpin_slabs()
+        self._unpin_residents()
+        self._unpin_slabs = self._unpin_residents = _nothing
         self.pools, self._buffers, self._device_buffers, self._lone = None, {}, {}, None
         if self._homes is not None:
             self._homes.close()
@@ -216,3 +229,7 @@ class PlacedStore:
         if where.weights == "disk" and not extents:
             raise DiskError(f"{owner} should rest on disk and there is no store path")
         return home
+
+
+def _nothing() -> None:
+    """Nothing is pinned."""
