@@ -272,7 +272,11 @@ def save_point(model: nn.Module) -> int:
 
 def close(model: nn.Module) -> None:
     """Release memory, files and locks of a prepared model; saved points stay."""
-    prepared(model).session.close()
+    parts = prepared(model)
+    if parts.session.is_running:
+        parts.session.settle()
+        parts.points.settle(parts.session.store)
+    parts.session.close()
 
 
 def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -323,7 +323,7 @@ class _Run:
                             f"command goes on from there"
                         )
                     if progress.step % options.save_steps == 0:
-                        self._save_point()
+                        self._save_point(background=True)
         finally:
             metrics.close()
         self._save_point()
@@ -416,10 +416,12 @@ class _Run:
         position = {"epoch": next_batch.epoch, "index": next_batch.index, "losses": first_loss, "last": last}
         return {"position": json.dumps(position), "identity": json.dumps(self._identity)}
 
-    def _save_point(self) -> None:
+    def _save_point(self, background: bool = False) -> None:
         if self._progress.step > 0:
             self._parts.session.settle()
-            self._parts.points.save(self._parts.session.store, self._progress.step)
+            self._parts.points.save(self._parts.session.store, self._progress.step, background)
+            if not background:
+                self._parts.points.settle(self._parts.session.store)
 
     # After the last step #
 

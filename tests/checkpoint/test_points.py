@@ -1,6 +1,8 @@
 """Going on from saved points: damage, other placements, other drives, frozen parameters."""
 
 import shutil
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import spillway
 from spillway.api import prepared, read_parameters
 from spillway.spec.errors import DiskError, SpillwayError, UsageError
 from spillway.spec.plan import KeepPoints
+from spillway.store.disk import StripedDisk
 from spillway.store.manifest import load_manifest, manifest_files
 
 TWO = KeepPoints(2, True)
@@ -211,3 +214,54 @@ def test_frozen_parameters_are_whole_in_every_saved_point(tmp_path: Path, freeze
     run = Run(store, resume=True, freeze=freeze, keep=KeepPoints(3, True)).train(4)
     run.end()
     assert same(Run(store, resume=True, freeze=freeze, keep=TWO).train(6).end(), whole)
+
+
+@pytest.mark.parametrize("where", ({"states": "host", "weights": "host"}, {"states": "host", "weights": "disk"}))
+def test_a_point_saved_in_the_background_is_the_state_of_its_step(
+    tmp_path: Path, where: dict[str, str], monkeypatch: pytest.MonkeyPatch, expected: dict[str, torch.Tensor]
+) -> None:
+    write_all = StripedDisk.write_all
+
+    def slowly(self: StripedDisk, *args: Any) -> None:
+        if threading.current_thread().name == "spillway-snapshot":
+            time.sleep(0.02)
+        write_all(self, *args)
+
+    monkeypatch.setattr(StripedDisk, "write_all", slowly)
+    run = Run(tmp_path, **where)
+    for step in range(1, 6):
+        run.train(step)
+        parts = prepared(run.model)
+        parts.points.save(parts.session.store, step, background=True)
+        assert parts.points.pending is not None, "it was not written in the background"
+        assert parts.points.saved_step == step - 1
+    spillway.close(run.model)
+    assert [step for step, _ in manifest_files(tmp_path)] == [5, 4]
+    flip_bit(tmp_path, 1, 4096)
+    run = Run(tmp_path, resume=True)
+    assert run.optimizer.num_steps == 4  # both points are whole: the older one was not touched since
+    assert same(run.train(6).end(), expected)
+
+
+def test_a_point_that_could_not_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, torch.Tensor]
+) -> None:
+    run = Run(tmp_path, states="host", weights="host").train(2)
+    spillway.save_point(run.model)
+    write_all = StripedDisk.write_all
+
+    def broken(self: StripedDisk, *args: Any) -> None:
+        raise DiskError("the drive is gone")
+
+    run.train(3)
+    monkeypatch.setattr(StripedDisk, "write_all", broken)
+    with pytest.raises(DiskError, match="the drive is gone"):
+        spillway.save_point(run.model)
+    monkeypatch.setattr(StripedDisk, "write_all", write_all)
+    run.train(4)
+    assert spillway.save_point(run.model) == 4
+    run.train(5)
+    spillway.close(run.model)
+    run = Run(tmp_path, resume=True)
+    assert run.optimizer.num_steps == 4
+    assert same(run.train(6).end(), expected)

@@ -18,6 +18,7 @@ from spillway.store.homes import UnitHome
 from spillway.store.layout import PAGE
 from spillway.store.manifest import Manifest, UnitRecord, drop_manifests, load_manifests, save_manifest
 from spillway.store.placed import PlacedStore
+from spillway.store.snapshot import Snapshot
 
 _WINDOW_BYTES = 64 << 20
 
@@ -37,6 +38,7 @@ class SavedPoints:
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
     saved_step: int = 0
     written_bytes: int = 0  # by `save`
+    pending: "_Pending | None" = None
     buffers: Callable[[], dict[str, torch.Tensor]] = dict  # the persistent ones of the model, in use
     warnings: list[str] = field(default_factory=list)  # saved points that could not be used, and why
 
@@ -87,22 +89,46 @@ class SavedPoints:
             home.saved = (home.current,) if home.extents else ()
 
     def after_step(self, store: PlacedStore, step: int) -> None:
-        """Commit, where every step is a saved point."""
+        """Commit, where every step is a saved point; finish the one that was written during this step."""
         if self.directory is not None and self.every_step(store):
-            self._commit(store, step)
+            self._commit(store, self._describe(store, step))
+        else:
+            self.settle(store)
 
-    def save(self, store: PlacedStore, step: int) -> None:
-        """Make the end of this step a saved point, also where states rest in host memory."""
+    def save(self, store: PlacedStore, step: int, background: bool = False) -> None:
+        """Make the end of this step a saved point, also where states rest in memory. `background`: while the next step
+        runs; it is committed by that step's end, or by `settle`."""
         if self.directory is None or step == self.saved_step:
             return
+        self.settle(store)
+        homes = store.homes
         try:
-            self.written_bytes += store.homes.snapshot(store.staging(_WINDOW_BYTES, "writing a saved point"))
-            store.homes.need_disk().sync()
+            places = homes.place_snapshot()
         except BaseException:
-            store.homes.forget_written()
+            homes.forget_written()
             raise
-        store.homes.flip()
-        self._commit(store, step)
+        staging = store.staging(_WINDOW_BYTES, "writing a saved point")
+        snapshot = Snapshot(homes.units, places, homes.need_disk(), staging)
+        homes.before_change = snapshot.before_change
+        self.pending = _Pending(snapshot, places, self._describe(store, step))
+        if not background:
+            self.settle(store)
+
+    def settle(self, store: PlacedStore) -> None:
+        """Return when a saved point that is being written in the background is committed. Raises DiskError where it
+        could not be written; the one before it is intact."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        try:
+            pending.snapshot.wait()
+        except BaseException:
+            store.homes.drop_snapshot(pending.places)
+            raise
+        finally:
+            store.homes.before_change = lambda unit: None
+        self.written_bytes += pending.snapshot.written_bytes
+        self._commit(store, pending.point)
 
     def every_step(self, store: PlacedStore) -> bool:
         """Whether nothing that training changes rests in memory only."""
@@ -146,28 +172,54 @@ class SavedPoints:
         self.run = dict(found[0].run)
         self.saved_step = found[0].step
 
-    def _commit(self, store: PlacedStore, step: int) -> None:
+    def _describe(self, store: PlacedStore, step: int) -> "_Point":
+        """What the present state is, apart from what the extents hold."""
+        buffers = {name: to_text(tensor) for name, tensor in self.buffers().items()}
+        extents = tuple(home.current for home in store.homes.units)
+        return _Point(step, extents, _rng(), dict(self.run), buffers)
+
+    def _commit(self, store: PlacedStore, point: "_Point") -> None:
         if self.directory is None:
             return
         units = tuple(
             UnitRecord(
                 unit.name,
-                home.extents[home.current].offset,
+                home.extents[extent].offset,
                 home.layout.extent_bytes,
-                home.checks[home.current].to_text(),
+                home.checks[extent].to_text(),
             )
-            for unit, home in zip(self.units, store.homes.units, strict=True)
+            for unit, home, extent in zip(self.units, store.homes.units, point.extents, strict=True)
         )
         geometry = store.homes.need_disk().geometry
         name = native.checksum_name()
-        buffers = {name: to_text(tensor) for name, tensor in self.buffers().items()}
-        run = dict(self.run)
-        manifest = Manifest(step, units, geometry, name, fingerprint(self.units), _rng(), run, buffers)
+        manifest = Manifest(
+            point.step, units, geometry, name, fingerprint(self.units), point.rng, point.run, point.buffers
+        )
         save_manifest(self.directory, manifest, self.keep_last)
         self.found = (manifest, *self.found)[: self.keep_last]
-        for home in store.homes.units:
-            home.saved = (home.current, *home.saved)[: self.keep_last]
-        self.saved_step = step
+        for home, extent in zip(store.homes.units, point.extents, strict=True):
+            home.saved = (extent, *home.saved)[: self.keep_last]
+        self.saved_step = point.step
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A step about to be committed: the extent that each unit lies in, and what else goes on from there."""
+
+    step: int
+    extents: tuple[int, ...]
+    rng: dict[str, str]
+    run: dict[str, str]
+    buffers: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A saved point that is being written."""
+
+    snapshot: Snapshot
+    places: dict[int, int]
+    point: _Point
 
 
 def to_text(tensor: torch.Tensor) -> str:

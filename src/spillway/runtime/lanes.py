@@ -171,7 +171,9 @@ class LaneWorker:
             part.check(slab, self._threads)
 
     def _apply(self, op: Op, home: UnitHome, arrays: StateRange) -> None:
-        self.step.in_place |= home.weight is not None or home.state is not None
+        if home.weight is not None or home.state is not None:
+            self._homes.before_change(op.unit)
+            self.step.in_place = True
         for start, stop, group in self._segments[op.unit]:
             begin, end = max(start, op.start), min(stop, op.stop)
             if begin < end:

@@ -131,6 +131,11 @@ class Session:
         return self._executor is not None
 
     @property
+    def is_running(self) -> bool:
+        """Whether it was opened and not closed."""
+        return self._executor is not None
+
+    @property
     def placeholders(self) -> dict[str, nn.Parameter]:
         """What stands in the module tree for each parameter."""
         return self._placeholders

@@ -1,5 +1,6 @@
 """Where every unit rests between steps, in host memory, on the device and on disk, and how ranges of it move."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -154,6 +155,8 @@ class Homes:
         self.write_engine = DiskEngine()
         # A third one for the caller's thread: import, export and saved points do not disturb the lanes.
         self.own_engine = DiskEngine()
+        # Called before a unit's state in memory changes; a saved point may still be written from it.
+        self.before_change: Callable[[int], None] = _nothing_waits
 
     def need_disk(self) -> StripedDisk:
         """The disk. Raises InvariantError where the plan has none."""
@@ -173,33 +176,27 @@ class Homes:
         for home in self.units:
             home.written = None
 
-    def snapshot(self, staging: torch.Tensor) -> int:
-        """Write units whose newest state is in memory to their next extents, as part of a saved point. `staging`: host
-        memory that what lies on the device passes through. Returns bytes written."""
-        written = 0
-        for home in self.units:
+    def place_snapshot(self) -> dict[int, int]:
+        """The extents that a saved point of now goes to, for the units whose newest state is in memory; from here on
+        they are current. Raises DiskError where there is no room."""
+        places: dict[int, int] = {}
+        for index, home in enumerate(self.units):
             where = home.where
             if not home.extents or not home.layout.num_trainable or where.states == "disk":
                 continue
             if where.weights == "disk" and home.current in home.saved[:1]:
                 continue  # no step since the last saved point
             # Weights on disk are already where this step wrote them; the states join them there.
-            index = home.current if where.weights == "disk" else home.next_extent()
-            for part in home.layout.components:
-                resting = home.weight if part.name == "weight" else (home.state or {}).get(part.name)
-                if resting is None:
-                    continue
-                # What lies in the arena is written from there; O_DIRECT wants whole pages of host memory.
-                direct = resting.device.type == "cpu" and resting.data_ptr() % PAGE == 0
-                step = part.num_bytes if direct else staging.numel() // PAGE * PAGE
-                for start in range(0, part.num_bytes, step):
-                    size = min(step, part.num_bytes - start)
-                    piece = resting[start : start + size]
-                    if not direct:
-                        piece = staging[:size].copy_(piece)
-                    self._write_checked(home, index, part.offset + start, piece)
-                    written += size
-        return written
+            places[index] = home.current if where.weights == "disk" else home.next_extent()
+        self.flip()
+        return places
+
+    def drop_snapshot(self, places: dict[int, int]) -> None:
+        """It was not written: what rests in memory has no extent of its own again."""
+        for index in places:
+            home = self.units[index]
+            if home.where.weights != "disk" and home.saved:
+                home.current = home.saved[0]
 
     def _write_checked(self, home: UnitHome, index: int, offset: int, content: torch.Tensor) -> None:
         home.checks[index].feed(offset, content)
@@ -252,3 +249,7 @@ class Homes:
             engine.close()
         if self.disk is not None:
             self.disk.close()
+
+
+def _nothing_waits(unit: int) -> None:
+    """No saved point is being written."""

@@ -1,0 +1,91 @@
+"""Writes what rests in memory to a saved point while training goes on."""
+
+import threading
+
+import torch
+
+from spillway.native import DiskEngine
+from spillway.spec.errors import invariant
+from spillway.store.disk import Extent, StripedDisk
+from spillway.store.homes import UnitHome
+from spillway.store.layout import PAGE
+
+# Few requests in flight: the lanes' own go first.
+_DEPTH = 8
+
+
+class Snapshot:
+    """The state of a step, unit by unit, on a thread of its own. A unit that is about to change is written first:
+    `before_change` returns when it is. So all of it is written, at the latest, by the end of the next step."""
+
+    def __init__(self, homes: list[UnitHome], places: dict[int, int], disk: StripedDisk, staging: torch.Tensor) -> None:
+        """`places`: the extent that each unit goes to. `staging`: host memory that what does not lie in whole pages of
+        it passes through, before this returns."""
+        self._homes = homes
+        self._places = places
+        self._disk = disk
+        self._engine = DiskEngine(_DEPTH)
+        self._lock = threading.Lock()
+        self._left = dict.fromkeys(reversed(sorted(places)))  # backward changes the last units first
+        self._error: BaseException | None = None
+        self.written_bytes = 0
+        for index in places:
+            self._write(index, staging)
+        self._thread = threading.Thread(target=self._run, name="spillway-snapshot", daemon=True)
+        self._thread.start()
+
+    def before_change(self, index: int) -> None:
+        """Return when the unit's state of that step is written (or could not be: `wait` says so)."""
+        with self._lock:
+            self._write_left(index)
+
+    def wait(self) -> None:
+        """Return when everything is written and durable. Raises DiskError where it could not be."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        for index in list(self._left):
+            with self._lock:
+                self._write_left(index)
+        try:
+            self._disk.sync()
+        except BaseException as error:
+            self._error = self._error or error
+        self._engine.close()
+
+    def _write_left(self, index: int) -> None:
+        if index not in self._left or self._error is not None:
+            return
+        del self._left[index]
+        try:
+            self._write(index, None)
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, index: int, staging: torch.Tensor | None) -> None:
+        """The arrays that lie in whole pages of host memory, or, with `staging`, the others."""
+        home = self._homes[index]
+        for part in home.layout.components:
+            resting = home.weight if part.name == "weight" else (home.state or {}).get(part.name)
+            if resting is None:
+                continue
+            in_pages = resting.device.type == "cpu" and resting.data_ptr() % PAGE == 0
+            if in_pages == (staging is not None):
+                continue
+            step = part.num_bytes if staging is None else staging.numel() // PAGE * PAGE
+            for start in range(0, part.num_bytes, step):
+                size = min(step, part.num_bytes - start)
+                piece = resting[start : start + size]
+                self._put(home, self._places[index], part.offset + start, self._in_host(piece, staging))
+
+    def _in_host(self, piece: torch.Tensor, staging: torch.Tensor | None) -> torch.Tensor:
+        return piece if staging is None else staging[: piece.numel()].copy_(piece)
+
+    def _put(self, home: UnitHome, extent: int, offset: int, content: torch.Tensor) -> None:
+        invariant(extent < len(home.extents), "a saved point has no room")
+        home.checks[extent].feed(offset, content)
+        place = Extent(home.extents[extent].offset + offset, content.numel())
+        self._disk.write_all(self._engine, [(place, content)])
+        self.written_bytes += content.numel()
