@@ -313,7 +313,7 @@ def make_budget(
     most = free_host_bytes() + process_bytes()
     if host is None:
         host = int(0.9 * most)
-    elif host > most:
+    elif host > 1.05 * most:
         warnings.warn(
             f"host_memory is {format_size(host)} and {format_size(most)} are free on this machine: "
             f"{format_size(0.95 * most)} are used",
@@ -321,6 +321,7 @@ def make_budget(
             stacklevel=3,
         )
         host = int(0.95 * most)
+    host = min(host, most)
     have_device = _size(device_memory, "device_memory")
     if have_device is None:
         free = host if device.kind == "cpu" else torch.cuda.mem_get_info(device.torch_device)[0]
