@@ -56,6 +56,8 @@ class Ours:
         for buffer in self._buffers:
             buffer.random_(0, 256)
         self._engines = [DiskEngine(depth, block), DiskEngine(depth, block)]
+        for engine, buffer in zip(self._engines, self._buffers, strict=True):
+            engine.register(self._disk.files, buffer.data_ptr(), buffer.numel())
         self.backend = self._engines[0].backend
         self._sweep(True, 0, size)
 

@@ -57,7 +57,7 @@ def train(directory: Path, form: str, seed: int, steps: int) -> Curve:
         str(directory / "llama-128m"),
         str(directory / "text"),
     ]
-    command += ["-o", str(out), "--max-length", "128", "--per-device-train-batch-size", "1", "--learning-rate", "3e-4"]
+    command += ["-o", str(out), "--max-length", "64", "--per-device-train-batch-size", "1", "--learning-rate", "3e-4"]
     command += ["--max-steps", str(steps), "--seed", str(seed), "--save-steps", "100000", *FORMS[form]]
     subprocess.run(command, check=True, capture_output=True)
     lines = (out / "metrics.jsonl").read_text().splitlines()
@@ -93,7 +93,7 @@ def plot(curves: list[Curve], file: Path) -> None:
     above.legend()
     below.set_ylabel("difference from adamw")
     below.set_xlabel("step")
-    figure.suptitle("128M-parameter Llama, 128 tokens a step, the same start")
+    figure.suptitle("128M-parameter Llama, 64 tokens a step, the same start")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
 

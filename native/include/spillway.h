@@ -33,10 +33,20 @@ SPILLWAY_API void* spillway_io_open(uint32_t depth, int32_t use_uring);
 SPILLWAY_API void spillway_io_close(void* engine);
 /* "io_uring" or "threads". */
 SPILLWAY_API const char* spillway_io_backend(void* engine);
+/* Makes files and a range of memory known to the kernel once, so that transfers between them need no look-up and no
+ * pinning each; in the place of what was registered before. No file and NULL for nothing at all. Memory must stay mapped
+ * until then. 0, or -errno where the kernel refuses (a limit on locked memory): transfers work all the same. */
+SPILLWAY_API int32_t spillway_io_register(void* engine, const int32_t* fds, uint32_t num_fds, void* memory,
+                                          uint64_t bytes);
 /* Runs all transfers, cut into blocks, to the end. 0, or -errno (end of file is -ENODATA) with *failed the index of the
  * transfer that failed; nothing is in flight when it returns. */
 SPILLWAY_API int32_t spillway_io_run(void* engine, const spillway_transfer* transfers, uint64_t count,
                                      uint64_t block_bytes, uint64_t* failed);
+
+/* ---- Memory ---- */
+
+/* Takes every page of fresh memory from the system, on several threads. Contents stay. */
+SPILLWAY_API void spillway_touch(void* memory, uint64_t bytes, int32_t threads);
 
 /* ---- Checksums ---- */
 

@@ -7,6 +7,7 @@
 #include <linux/io_uring.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -55,6 +56,8 @@ class Engine {
  public:
   virtual ~Engine() = default;
   virtual const char* name() const = 0;
+  // 0, or -errno: what could not be registered is passed anew with every request.
+  virtual int register_all(const int32_t*, uint32_t, void*, uint64_t) { return -ENOTSUP; }
   // 0, or -errno with *failed the transfer that failed.
   virtual int run(std::vector<Block>& blocks, uint64_t* failed) = 0;
 };
@@ -103,6 +106,27 @@ class RingEngine final : public Engine {
 
   const char* name() const override { return "io_uring"; }
 
+  int register_all(const int32_t* fds, uint32_t num_fds, void* memory, uint64_t bytes) override {
+    if (!files_.empty()) call_register(IORING_UNREGISTER_FILES, nullptr, 0);
+    if (memory_bytes_ != 0) call_register(IORING_UNREGISTER_BUFFERS, nullptr, 0);
+    files_.clear();
+    memory_bytes_ = 0;
+    int refused = 0;
+    if (num_fds != 0) {
+      refused = call_register(IORING_REGISTER_FILES, fds, num_fds);
+      if (refused == 0) files_.assign(fds, fds + num_fds);
+    }
+    if (memory == nullptr || bytes == 0) return refused;
+    std::vector<iovec> parts;
+    for (uint64_t at = 0; at < bytes; at += kPart)
+      parts.push_back({static_cast<char*>(memory) + at, bytes - at < kPart ? bytes - at : kPart});
+    refused = call_register(IORING_REGISTER_BUFFERS, parts.data(), unsigned(parts.size()));
+    if (refused != 0) return refused;
+    memory_ = static_cast<char*>(memory);
+    memory_bytes_ = bytes;
+    return 0;
+  }
+
   int run(std::vector<Block>& blocks, uint64_t* failed) override {
     int error = 0;
     uint64_t next = 0, in_flight = 0;
@@ -132,6 +156,12 @@ class RingEngine final : public Engine {
   }
 
  private:
+  static constexpr uint64_t kPart = uint64_t(1) << 30;  // the most that the kernel takes as one buffer
+
+  int call_register(unsigned what, const void* argument, unsigned count) {
+    return syscall(__NR_io_uring_register, fd_, what, argument, count) < 0 ? -errno : 0;
+  }
+
   bool set_up(unsigned depth) {
     io_uring_params params;
     std::memset(&params, 0, sizeof params);
@@ -163,8 +193,23 @@ class RingEngine final : public Engine {
     std::memset(&entry, 0, sizeof entry);
     entry.opcode = block.is_write ? IORING_OP_WRITE : IORING_OP_READ;
     entry.fd = block.fd;
-    entry.addr = reinterpret_cast<uint64_t>(block.buffer + block.done);
+    for (size_t index = 0; index < files_.size(); ++index) {
+      if (files_[index] == block.fd) {
+        entry.fd = int(index);
+        entry.flags |= IOSQE_FIXED_FILE;
+        break;
+      }
+    }
+    char* const from = block.buffer + block.done;
+    entry.addr = reinterpret_cast<uint64_t>(from);
     entry.len = unsigned(block.bytes - block.done);
+    const uint64_t begin = uint64_t(from - memory_), last = begin + entry.len - 1;
+    if (memory_bytes_ != 0 && from >= memory_ && last < memory_bytes_ && begin / kPart == last / kPart) {
+      entry.opcode = block.is_write ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
+      entry.buf_index = uint16_t(begin / kPart);
+    }
+    // Where the drive's scheduler knows priorities, what someone waits for goes before write-back.
+    entry.ioprio = block.is_write ? kLowPriority : kHighPriority;
     entry.off = block.offset + block.done;
     entry.user_data = index;
     sq_array_[slot] = slot;
@@ -202,7 +247,13 @@ class RingEngine final : public Engine {
     return reaped;
   }
 
+  // Best effort class, level 0 and 7 (linux/ioprio.h).
+  static constexpr uint16_t kHighPriority = 2 << 13 | 0, kLowPriority = 2 << 13 | 7;
+
   int fd_ = -1;
+  std::vector<int32_t> files_;
+  char* memory_ = nullptr;
+  uint64_t memory_bytes_ = 0;
   unsigned depth_ = 0, sq_mask_ = 0, cq_mask_ = 0;
   void* rings_ = MAP_FAILED;
   void* entries_ = MAP_FAILED;
@@ -223,6 +274,22 @@ void* spillway_io_open(uint32_t depth, int32_t use_uring) {
 void spillway_io_close(void* engine) { delete static_cast<Engine*>(engine); }
 
 const char* spillway_io_backend(void* engine) { return static_cast<Engine*>(engine)->name(); }
+
+int32_t spillway_io_register(void* engine, const int32_t* fds, uint32_t num_fds, void* memory, uint64_t bytes) {
+  return static_cast<Engine*>(engine)->register_all(fds, num_fds, memory, bytes);
+}
+
+void spillway_touch(void* memory, uint64_t bytes, int32_t threads) {
+  constexpr uint64_t kPage = 4096, kChunk = uint64_t(2) << 20;
+  char* const begin = static_cast<char*>(memory);
+  ThreadPool::shared().run((bytes + kChunk - 1) / kChunk, threads, [&](uint64_t chunk) {
+    const uint64_t stop = (chunk + 1) * kChunk < bytes ? (chunk + 1) * kChunk : bytes;
+    for (uint64_t at = chunk * kChunk; at < stop; at += kPage) {
+      volatile char* const byte = begin + at;
+      *byte = *byte;
+    }
+  });
+}
 
 int32_t spillway_io_run(void* engine, const spillway_transfer* transfers, uint64_t count, uint64_t block_bytes,
                         uint64_t* failed) {

@@ -28,7 +28,7 @@ const Kernels& kernels() {
 
 }  // namespace
 
-int32_t spillway_abi_version() { return 3; }
+int32_t spillway_abi_version() { return 4; }
 
 const char* spillway_kernel_name() { return kernels().name; }
 

@@ -10,11 +10,12 @@ import functools
 import os
 import zlib
 from array import array
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-_ABI_VERSION = 3
+_ABI_VERSION = 4
 _LIBRARY = "libspillway_native.so"
 FLOAT32, BFLOAT16, FLOAT16, EIGHT_BIT = 0, 1, 2, 3
 ADAMW, LION, SGD = 0, 1, 2
@@ -98,6 +99,16 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.spillway_io_close.argtypes = (ctypes.c_void_p,)
     library.spillway_io_backend.restype = ctypes.c_char_p
     library.spillway_io_backend.argtypes = (ctypes.c_void_p,)
+    library.spillway_io_register.restype = ctypes.c_int32
+    library.spillway_io_register.argtypes = (
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_int32),
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+        ctypes.c_uint64,
+    )
+    library.spillway_touch.restype = None
+    library.spillway_touch.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32)
     library.spillway_io_run.restype = ctypes.c_int32
     library.spillway_io_run.argtypes = (
         ctypes.c_void_p,
@@ -173,6 +184,14 @@ def checksum(address: int, num_bytes: int, first: int, piece: int, values: "arra
         done, size, at = done + size, piece, at + 1
 
 
+def touch(address: int, num_bytes: int, threads: int) -> None:
+    """Take the pages of fresh memory from the system now, on several threads; without the native library later, when
+    each is first written to."""
+    library = _load()[0]
+    if library is not None:
+        library.spillway_touch(address, num_bytes, threads)
+
+
 class DiskEngine:
     """Runs batches of transfers at full queue depth. One batch at a time: every lane has its own engine."""
 
@@ -207,6 +226,18 @@ class DiskEngine:
         )
         if code != 0:
             raise TransferError(-code, failed.value)
+
+    def register(self, files: Sequence[int], address: int, num_bytes: int) -> bool:
+        """Make files and a range of memory known to the kernel once, in the place of earlier ones; nothing registered
+        with no files and no bytes. The memory must stay mapped until then. Whether the kernel took all of it: transfers
+        work either way, with a little less effort where it did."""
+        if self._library is None or self._handle is None:
+            return False
+        fds = (ctypes.c_int32 * len(files))(*files)
+        return bool(
+            self._library.spillway_io_register(self._handle, fds, len(files), address if num_bytes else None, num_bytes)
+            == 0
+        )
 
     def close(self) -> None:
         """Give back threads or rings; the engine cannot be used afterwards."""

@@ -122,3 +122,25 @@ def test_the_kernel_interface_or_the_thread_pool_is_in_use() -> None:
     assert DiskEngine().backend in ("io_uring", "threads")
     assert DiskEngine(use_uring=False).backend == "threads"
     assert disk_module.STRIPE % PAGE == 0
+
+
+def test_registered_files_and_memory_move_the_same_bytes(tmp_path: Path) -> None:
+    disk = StripedDisk(even_geometry((tmp_path / "a", tmp_path / "b")), keep=False)
+    disk.reserve(8 << 20)
+    engine = DiskEngine(depth=4)
+    inside, outside = Arena(4 << 20).buffer, Arena(4 << 20).buffer
+    engine.register(disk.files, inside.data_ptr(), inside.numel())
+    for buffer, offset in ((inside, 0), (outside, 4 << 20)):
+        buffer.random_(0, 256)
+        wanted = buffer.clone()
+        extent = Extent(offset, buffer.numel())
+        disk.write_all(engine, [(extent, buffer)])
+        buffer.zero_()
+        disk.read(engine, extent, buffer)
+        assert torch.equal(buffer, wanted)
+    engine.register((), 0, 0)
+    inside.zero_()
+    disk.read(engine, Extent(4 << 20, 4 << 20), inside)
+    assert torch.equal(inside, outside)
+    engine.close()
+    disk.close()

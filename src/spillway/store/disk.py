@@ -121,6 +121,11 @@ class StripedDisk:
             except OSError as error:
                 raise DiskError(f"{path}: what was written could not be made durable ({error.strerror})") from error
 
+    @property
+    def files(self) -> tuple[int, ...]:
+        """File descriptors, for an engine to register."""
+        return tuple(self._files)
+
     def close(self) -> None:
         """Close the files and release the locks."""
         for fd in (*self._files, *self._locks):

@@ -165,6 +165,14 @@ class Homes:
             raise AssertionError
         return self.disk
 
+    def register(self, slabs: torch.Tensor | None) -> None:
+        """Tell the lanes' engines which memory they will work on; None before it goes."""
+        for engine in (self.read_engine, self.write_engine):
+            if self.disk is None or slabs is None or not slabs.numel():
+                engine.register((), 0, 0)
+            else:
+                engine.register(self.disk.files, slabs.data_ptr(), slabs.numel())
+
     def flip(self) -> None:
         """What this step has written becomes the current state."""
         for home in self.units:

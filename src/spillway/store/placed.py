@@ -1,9 +1,11 @@
 """The store of one model, laid out as its plan says."""
 
+import os
 from collections.abc import Callable
 
 import torch
 
+from spillway import native
 from spillway.plan.memory import grads_at_home
 from spillway.plan.pools import SlabNames
 from spillway.plan.search import extents_of_unit
@@ -81,7 +83,9 @@ class PlacedStore:
         self._arena = Arena(max(ours, 1))
         self._homes = self._make_homes(plan, profile)
         self._resident_end = self._arena.mark()
-        self._unpin_residents = self._pin(self._arena.buffer[: self._resident_end])
+        residents = self._arena.buffer[: self._resident_end]
+        native.touch(residents.data_ptr(), residents.numel(), os.cpu_count() or 1)
+        self._unpin_residents = self._pin(residents)
         if self.on_open is not None:
             self.on_open(self)
 
@@ -101,11 +105,16 @@ class PlacedStore:
                 slabs = device_buffers[pool.name] = known
             self._buffers[pool.name] = slabs
         self._device_buffers = device_buffers
-        self._unpin_slabs = self._pin(self.arena.buffer[self._resident_end : self.arena.mark()])
+        cut = self.arena.buffer[self._resident_end : self.arena.mark()]
+        native.touch(cut.data_ptr(), cut.numel(), os.cpu_count() or 1)
+        self._unpin_slabs = self._pin(cut)
+        self.homes.register(cut)
         self.pools = SlabPools(plan.pools, self._buffers)
 
     def _free_slabs(self) -> None:
         self.pools, self._buffers = None, {}
+        if self._homes is not None:
+            self._homes.register(None)
         self._unpin_slabs()
         self._unpin_slabs = _nothing
         self.arena.reset_to(self._resident_end)
