@@ -72,7 +72,7 @@ def run(directory: Path, limit_bytes: int, steps: int) -> Result:
         peak_group,
         summary.get("state_bytes", 0),
         summary.get("measured_step_s", 0.0),
-        summary.get("written_bytes", 0.0),
+        sum(summary.get("written_bytes", {}).values()),
     )
 
 

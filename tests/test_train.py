@@ -34,7 +34,7 @@ def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
     return ["train", str(model), str(data), "-o", str(out), *fixed, *more]
 
 
-def metrics(out: Path) -> list[dict[str, object]]:
+def metrics(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -117,6 +117,23 @@ def test_a_run_whose_store_is_gone_is_not_started_over(
     assert run(arguments(model, data, out, *flags)) == 5
     assert "is its drive mounted?" in " ".join(capsys.readouterr().err.split())
     assert (out / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_stops_when_its_drive_was_written_enough_and_goes_on_when_it_may(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    flags = ("--max-steps", "8", "--states", "disk", "--weights", "disk")
+    assert run(arguments(model, data, whole, *flags)) == 0
+    (total,) = metrics(whole)[-1]["written_bytes"].values()
+    assert run(arguments(model, data, out, *flags, "--max-writes", str(total // 2))) == 5
+    assert "all that --max-writes allows" in " ".join(capsys.readouterr().err.split())
+    steps = len(metrics(out))
+    assert 1 < steps < 8
+    assert run(arguments(model, data, out, *flags)) == 0
+    assert losses(out) == losses(whole)
+    (written,) = metrics(out)[-1]["written_bytes"].values()
+    assert written > metrics(out)[steps - 1]["written_bytes"].popitem()[1]
 
 
 def test_a_finished_run_may_be_given_more_steps(model: Path, data: Path, tmp_path: Path) -> None:

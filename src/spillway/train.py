@@ -36,7 +36,7 @@ from spillway.spec.errors import BudgetWarning, DiskError, Interrupted, NonFinit
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
 from spillway.spec.plan import KeepPoints
-from spillway.spec.sizes import format_size
+from spillway.spec.sizes import format_size, parse_size
 from spillway.store.disk import free_bytes
 from spillway.store.manifest import load_manifest
 
@@ -53,7 +53,7 @@ class _Progress:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
-    written_bytes: float = 0.0
+    written_before: dict[str, int] = field(default_factory=dict)  # bytes to each drive before this start of the run
     last: dict[str, Any] | None = None  # what the saved point that is gone on from knows of its step
 
 
@@ -241,6 +241,7 @@ class _Run:
         self._progress.position = DataPosition(saved["epoch"], saved["index"])
         self._progress.losses = losses_shown(self._directory, self._parts.points.step) or list(saved["losses"])
         self._progress.last = saved["last"]
+        self._progress.written_before = json.loads(self._parts.points.found_run["written"])
         self._reporter.say(f"going on after step {self._progress.step} of {self._total}")
 
     def _write_plan(self) -> None:
@@ -249,7 +250,8 @@ class _Run:
             raise AssertionError("the session is open and has no plan")
         self._plan = schedule.plan
         session, budget = self._parts.session, self._parts.budget
-        print_plan(self._reporter.console, self._plan, budget, session.device.kind, self._state_bytes())
+        left = self._total - self._progress.step
+        print_plan(self._reporter.console, self._plan, budget, session.device.kind, self._state_bytes(), left)
         engine = session.store.homes.read_engine.backend
         direct = session.store.homes.need_disk().direct
         self._reporter.say(
@@ -322,6 +324,7 @@ class _Run:
                             f"interrupted after step {progress.step} of {self._total}, which is saved: the same "
                             f"command goes on from there"
                         )
+                    self._refuse_more_writes()
                     if progress.step % options.save_steps == 0:
                         self._save_point(background=True)
         finally:
@@ -390,7 +393,6 @@ class _Run:
     ) -> None:
         result, session = self._optimizer.last_result, self._parts.session
         busy, moved = sum_lanes(result.traces)
-        self._progress.written_bytes += moved.get("write", 0.0)
         peaks = {
             "device": session.device.peak_bytes(),
             "host": watch.peak,
@@ -409,12 +411,32 @@ class _Run:
                 busy,
                 moved,
                 peaks,
+                self._written(),
             )
         )
 
+    def _written(self) -> dict[str, int]:
+        """Bytes written to each drive by this run."""
+        before, now = self._progress.written_before, self._parts.session.store.homes.need_disk().written_bytes
+        return {path: before.get(path, 0) + now.get(path, 0) for path in {**before, **now}}
+
+    def _refuse_more_writes(self) -> None:
+        """Stop, saved, where a drive has been written as much as the user wants it to be."""
+        if self._options.max_writes is None:
+            return
+        limit = parse_size(self._options.max_writes)
+        path, written = max(self._written().items(), key=lambda item: item[1])
+        if written >= limit:
+            self._save_point()
+            raise DiskError(
+                f"stopped after step {self._progress.step} of {self._total}, which is saved: this run has written "
+                f"{format_size(written)} to {path}, all that --max-writes allows; raise it and the same command goes on"
+            )
+
     def _run_state(self, next_batch: DataPosition, first_loss: list[float], last: dict[str, Any]) -> dict[str, str]:
         position = {"epoch": next_batch.epoch, "index": next_batch.index, "losses": first_loss, "last": last}
-        return {"position": json.dumps(position), "identity": json.dumps(self._identity)}
+        written = json.dumps(self._written())
+        return {"position": json.dumps(position), "identity": json.dumps(self._identity), "written": written}
 
     def _save_point(self, background: bool = False) -> None:
         if self._progress.step > 0:
@@ -455,7 +477,7 @@ class _Run:
             self._plan.peaks,
             peaks,
             parts.budget,
-            progress.written_bytes + parts.points.written_bytes,
+            self._written(),
             str(self._output),
             self._state_bytes(),
         )

@@ -37,7 +37,6 @@ class SavedPoints:
     found: tuple[Manifest, ...] = ()  # the newest first
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
     saved_step: int = 0
-    written_bytes: int = 0  # by `save`
     pending: "_Pending | None" = None
     buffers: Callable[[], dict[str, torch.Tensor]] = dict  # the persistent ones of the model, in use
     warnings: list[str] = field(default_factory=list)  # saved points that could not be used, and why
@@ -127,7 +126,6 @@ class SavedPoints:
             raise
         finally:
             store.homes.before_change = lambda unit: None
-        self.written_bytes += pending.snapshot.written_bytes
         self._commit(store, pending.point)
 
     def every_step(self, store: PlacedStore) -> bool:

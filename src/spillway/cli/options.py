@@ -47,6 +47,7 @@ MORE = {
     "update": "auto, serial or overlap: when weights are updated.",
     "weights": "auto, device, host or disk: where weights rest.",
     "states": "auto, device, host or disk: where optimizer states rest.",
+    "max_writes": "Stop, saved, when this run has written so much to a drive, e.g. 50TB.",
     "allow_pickle": "Read .bin weights where a model has no safetensors.",
 }
 

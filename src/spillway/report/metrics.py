@@ -25,6 +25,7 @@ class StepMetrics:
     busy_seconds: dict[str, float]
     moved_bytes: dict[str, float]
     peak_bytes: dict[str, int]
+    written_bytes: dict[str, int]  # to each drive by this run so far, resumed parts included
     skipped_steps: int = 0
 
 

@@ -23,13 +23,13 @@ class RunSummary:
     predicted_peaks: TierPeaks
     measured_peaks: dict[str, int]
     budget: Budget
-    written_bytes: float
+    written_bytes: dict[str, int]  # to each drive
     output: str
     state_bytes: int
 
 
-def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_bytes: int) -> None:
-    """Where the model state goes, in a few lines."""
+def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_bytes: int, steps: int) -> None:
+    """Where the model state goes, in a few lines; `steps` are still to be done."""
     units = plan.placement.units
     trained = [unit for unit in units if unit.states != "none"]
     weights = ", ".join(
@@ -51,6 +51,9 @@ def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_
         f"update {plan.placement.update} · predicted {format_seconds(plan.step_seconds)} a step, "
         f"busiest lane: {plan.bottleneck}"
     )
+    a_step = written_bytes(plan)
+    if a_step:
+        console.print(f"writes {format_size(a_step)} a step to disk, {format_size(a_step * steps)} in {steps} steps")
     for note in plan.notes:
         console.print(f"note: {note}")
 
@@ -76,9 +79,18 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     table.add_row("model state", format_size(summary.state_bytes), "", "")
     table.add_row("loss, first to last", "", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}", "")
     table.add_row("tokens per second", "", f"{summary.tokens_per_s:,.0f}", "")
-    table.add_row("written to disk", "", format_size(summary.written_bytes), "")
+    for path, written in summary.written_bytes.items():
+        name = "written to disk" if len(summary.written_bytes) == 1 else f"written to {path}"
+        table.add_row(name, "", format_size(written), "")
     console.print(table)
     console.print(f"{summary.steps} steps done; the model is in {summary.output}")
+
+
+def written_bytes(plan: Plan) -> float:
+    """Bytes a step of the plan writes to disk."""
+    final = sum(op.amount for op in plan.ops if op.kind == "WRITE")
+    more = sum(op.amount for op in plan.accumulate_ops if op.kind == "WRITE")
+    return final + (plan.placement.accumulation - 1) * more
 
 
 def _any(units: object, part: str, tier: str) -> bool:

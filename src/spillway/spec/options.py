@@ -61,6 +61,7 @@ class TrainOptions:
     update: str = "auto"
     weights: str = "auto"
     states: str = "auto"
+    max_writes: str | None = None
     allow_pickle: bool = False
 
     def check(self) -> None:
@@ -84,7 +85,7 @@ class TrainOptions:
                 raise UsageError(
                     f"--{name.replace('_', '-')} {getattr(self, name)} is not one of {', '.join(map(str, known))}"
                 )
-        for name in ("device_memory", "host_memory", "disk_memory"):
+        for name in ("device_memory", "host_memory", "disk_memory", "max_writes"):
             _check_size(name, getattr(self, name))
         if self.max_length < 2:
             raise UsageError("--max-length must be at least 2: a token is predicted from the one before it")

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,8 @@ class StripedDisk:
         self._files: list[int] = []
         self.direct = True
         self.num_bytes = 0
+        self._written: dict[int, int] = {}
+        self._counting = threading.Lock()
         try:
             for path in self._paths:
                 if str(path) not in locked:
@@ -75,6 +78,7 @@ class StripedDisk:
             for file in geometry.files():
                 fd, direct = _open(file)
                 self._files.append(fd)
+                self._written[fd] = 0
                 self.direct = self.direct and direct
                 if not keep:
                     os.ftruncate(fd, 0)
@@ -122,6 +126,16 @@ class StripedDisk:
                 raise DiskError(f"{path}: what was written could not be made durable ({error.strerror})") from error
 
     @property
+    def written_bytes(self) -> dict[str, int]:
+        """Bytes written since it was opened, per path."""
+        return {str(path): self._written[fd] for path, fd in zip(self._paths, self._files, strict=True)}
+
+    def _count(self, transfers: list[Transfer]) -> None:
+        with self._counting:
+            for transfer in transfers:
+                self._written[transfer.fd] += transfer.num_bytes
+
+    @property
     def files(self) -> tuple[int, ...]:
         """File descriptors, for an engine to register."""
         return tuple(self._files)
@@ -136,6 +150,8 @@ class StripedDisk:
         transfers = [transfer for extent, buffer in moves for transfer in self._stripes(extent, buffer)]
         try:
             engine.run(transfers, is_write)
+            if is_write:
+                self._count(transfers)
         except TransferError as error:
             failed = transfers[error.index]
             file = self.geometry.files()[self._files.index(failed.fd)]

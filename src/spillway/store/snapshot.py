@@ -28,7 +28,6 @@ class Snapshot:
         self._lock = threading.Lock()
         self._left = dict.fromkeys(reversed(sorted(places)))  # backward changes the last units first
         self._error: BaseException | None = None
-        self.written_bytes = 0
         for index in places:
             self._write(index, staging)
         self._thread = threading.Thread(target=self._run, name="spillway-snapshot", daemon=True)
@@ -88,4 +87,3 @@ class Snapshot:
         home.checks[extent].feed(offset, content)
         place = Extent(home.extents[extent].offset + offset, content.numel())
         self._disk.write_all(self._engine, [(place, content)])
-        self.written_bytes += content.numel()
