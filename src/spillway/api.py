@@ -28,8 +28,9 @@ from spillway.runtime.session import Session
 from spillway.spec.errors import BudgetWarning, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import LAST_POINT, KeepPoints, Plan
+from spillway.spec.plan import LAST_POINT, KeepPoints, Placement, Plan
 from spillway.spec.sizes import format_size, parse_size
+from spillway.spec.state import StateFormat
 from spillway.store.disk import Geometry, free_on
 from spillway.store.manifest import manifest_files
 from spillway.store.move import find_geometry, move
@@ -227,6 +228,34 @@ def _give_back(model: nn.Module, session: Session, in_memory: dict[str, torch.Te
         tensors = in_memory or {name: param.detach() for name, param in names.items()}
         session.undo({name: nn.Parameter(tensor, flags[name]) for name, tensor in tensors.items()})
         _sessions.pop(model, None)
+
+
+def model_profiler(
+    model: nn.Module, form: StateFormat, rows: int, length: int, micro_batch: int | None
+) -> ModelProfile:
+    """What the planner needs to know of a language model on the meta device, from one forward on fake tensors of
+    [rows, length] tokens. The model serves for nothing else afterwards."""
+    units = find_units(model, form)
+    nothing = Budget(0, 0, 0, 0)
+    placed = PlacedStore(
+        [unit.layout for unit in units], None, nothing, lambda size: torch.empty(0), lambda _: _nothing, (), LAST_POINT
+    )
+    found: list[ModelProfile] = []
+
+    def note(profile: ModelProfile, is_open: bool) -> Plan:
+        found.append(profile)
+        return Plan(Placement((), (), "serial", False, 1, 1, 1, 1), (), ())
+
+    session = Session(model, units, open_device("cpu"), note, placed, 1, micro_batch, 1)
+    _adapt(model, session)
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    session.profile((), {"input_ids": ids, "labels": ids})
+    session.close()
+    return found[0]
+
+
+def _nothing() -> None:
+    """Nothing was pinned."""
 
 
 def prepared(model: nn.Module) -> Prepared:

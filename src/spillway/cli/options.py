@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import tomllib
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,16 @@ MORE = {
 }
 
 
-def add_options(options_class: Any) -> Callable[[Any], Any]:
-    """A decorator that gives a click command an option for every field of the dataclass."""
+def add_options(options_class: Any, names: Collection[str] = ()) -> Callable[[Any], Any]:
+    """A decorator that gives a click command an option for every field of the dataclass, or for those of `names`."""
     hints = typing.get_type_hints(options_class)
     fields = {field.name: field for field in dataclasses.fields(options_class)}
 
     def decorate(command: Any) -> Any:
         for name, text in reversed({**FIRST_PAGE, **MORE}.items()):
-            command = _option(name, hints[name], fields[name].default, text, name not in FIRST_PAGE)(command)
+            if not names or name in names:
+                hidden = not names and name not in FIRST_PAGE
+                command = _option(name, hints[name], fields[name].default, text, hidden)(command)
         return command
 
     return decorate

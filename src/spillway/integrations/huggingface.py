@@ -53,20 +53,10 @@ def build_on_meta(directory: Path, auto_class: Any, dtype: torch.dtype, num_laye
 
     Raises UsageError where the directory has no readable config.
     """
-    if not (directory / "config.json").exists():
-        raise UsageError(f"{directory} is not a model directory: it has no config.json")
-    try:
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-        if num_layers is not None:
-            cut_layers(config, num_layers)
-        build = getattr(auto_class, "from_config", None) or auto_class._from_config
-        with accelerate.init_empty_weights(include_buffers=False):
-            model = build(config, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UsageError(f"{directory} cannot be built as {auto_class.__name__}: {first}") from error
-    model.tie_weights()
-    built: nn.Module = model
+    config = config_of(directory)
+    if num_layers is not None:
+        cut_layers(config, num_layers)
+    built = build_from_config(config, auto_class, dtype)
     if (directory / "generation_config.json").exists():
         built.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return built
@@ -80,6 +70,41 @@ def max_positions(directory: Path) -> int | None:
         return None
     found = getattr(config, "max_position_embeddings", None)
     return int(found) if isinstance(found, int) and found > 0 else None
+
+
+def config_of(directory: Path) -> Any:
+    """The config of a model directory. Raises UsageError where there is none that can be read."""
+    if not (directory / "config.json").exists():
+        raise UsageError(f"{directory} is not a model directory: it has no config.json")
+    try:
+        return transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UsageError(f"{directory} cannot be read as a model: {first}") from error
+
+
+def build_from_config(config: Any, auto_class: Any, dtype: torch.dtype) -> nn.Module:
+    """The model of a config on the meta device. Raises UsageError where `auto_class` is not for it."""
+    try:
+        build = getattr(auto_class, "from_config", None) or auto_class._from_config
+        with accelerate.init_empty_weights(include_buffers=False):
+            model: nn.Module = build(config, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        name = getattr(config, "_name_or_path", "") or type(config).__name__
+        raise UsageError(f"{name} cannot be built as {auto_class.__name__}: {first}") from error
+    tie: Any = model.tie_weights
+    tie()
+    return model
+
+
+def gpt2_config(layers: int, heads: int, hidden: int, positions: int) -> Any:
+    """A GPT-2 of that shape, with its vocabulary."""
+    config = transformers.GPT2Config(
+        n_layer=layers, n_head=heads, n_embd=hidden, n_positions=positions, vocab_size=50257
+    )
+    config.loss_type = "ForCausalLM"
+    return config
 
 
 def cut_layers(config: Any, num_layers: int) -> None:

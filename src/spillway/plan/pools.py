@@ -1,5 +1,7 @@
 """Which slabs a placement needs. Pools are per role and size class: none starves another, nothing is fragmented."""
 
+from collections import Counter
+
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Placement, Pool
 
@@ -62,6 +64,7 @@ class SlabNames:
             pools[name] = Pool(name, tier, max(slab_bytes, known.slab_bytes if known else 0), count)
 
         plan = self._placement
+        grad_slots = self._grad_slots_needed()
         for index, unit in enumerate(self._model.units):
             where = plan.units[index]
             trained = unit.num_trainable > 0 and where.states != "device"
@@ -70,7 +73,7 @@ class SlabNames:
             if where.weights == "disk":
                 need(self.weight(index), "host", unit.weight_bytes, 2)
             if trained and index != self._model.resident_unit:
-                need(self.grad_slot(index), "device", unit.grad_bytes, self._grad_slots_needed())
+                need(self.grad_slot(index), "device", unit.grad_bytes, grad_slots)
             if trained and (plan.update == "overlap" or where.grads == "disk" or plan.accumulation > 1):
                 need(self.grad(index), "host", unit.grad_bytes, 2)
             if where.weights == "device" and where.states == "disk" and trained:
@@ -89,7 +92,7 @@ class SlabNames:
     def _grad_slots_needed(self) -> int:
         """Two, so that a download overlaps the next backward, and one for every unit whose calls lie apart."""
         calls = [call.unit for call in self._model.calls]
-        return 2 + sum(calls.count(unit) > 1 for unit in set(calls))
+        return 2 + sum(count > 1 for count in Counter(calls).values())
 
 
 def state_slab_bytes(elements: int, bytes_per_element: int) -> int:

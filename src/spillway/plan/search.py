@@ -3,6 +3,7 @@ most traffic per byte."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from spillway.plan.check import check
 from spillway.plan.lower import lower
@@ -20,6 +21,8 @@ _WINDOWS = (4, 3, 2, 1)
 _SUBGROUPS = ((1 << 24, 4), (1 << 23, 4), (1 << 22, 4), (1 << 22, 2), (1 << 20, 2), (1 << 18, 1))
 # Of the optimizer states: fewer than that in host memory are not worth losing a saved point at every step.
 _WORTHWHILE_SHARE = 0.25
+# Smaller parts may fit where one did not; after so many of a kind no more are tried.
+_MISSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +130,28 @@ class _Planner:
 
     def fill(self, candidate: _Candidate) -> _Candidate:
         """Move what saves most traffic per byte into memory while it fits."""
-        before_states = candidate
-        for step in self._upgrades(candidate.placement):
-            if step.part != "states":
-                before_states = candidate
-            upgraded = self._candidate(step(candidate.placement))
+        for (part, _), group in groupby(self._upgrades(candidate.placement), key=lambda step: (step.part, step.tier)):
+            filled = self._take(candidate, list(group))
+            if part != "states" or self._worth_it(filled):
+                candidate = filled
+        return candidate
+
+    def _take(self, candidate: _Candidate, steps: list["_Upgrade"]) -> _Candidate:
+        """As many of these as fit, the first ones first; by halves, so that a long list takes few trials."""
+        at, stride, misses = 0, len(steps), 0
+        while at < len(steps) and misses < _MISSES:
+            stride = min(stride, len(steps) - at)
+            placement = candidate.placement
+            for step in steps[at : at + stride]:
+                placement = step(placement)
+            upgraded = self._candidate(placement)
             if self._fits(upgraded):
-                candidate = upgraded
-                before_states = candidate if step.part != "states" else before_states
-        return candidate if self._worth_it(candidate) else before_states
+                candidate, at = upgraded, at + stride
+            elif stride > 1:
+                stride //= 2
+            else:
+                at, misses = at + 1, misses + 1
+        return candidate
 
     def _worth_it(self, candidate: _Candidate) -> bool:
         """States in memory save traffic and wear, but steps between saved points can be lost. Unless the user

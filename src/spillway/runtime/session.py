@@ -150,6 +150,12 @@ class Session:
         self._ensure_open(schedule)
         return schedule
 
+    def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelProfile:
+        """What a step on this batch would be, without opening anything."""
+        for hook in self.batch_hooks:
+            kwargs = hook(args, kwargs)
+        return self._schedule_for(args, kwargs).profile
+
     def close(self) -> None:
         """End the lanes and release memory, files and locks."""
         self._closed = True

@@ -1,0 +1,177 @@
+"""Known parts, and machines put together from them: `rtx4090+4x990pro+128GB`."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from spillway.spec.errors import UsageError
+from spillway.spec.hardware import HardwareSpec
+from spillway.spec.machine import Drive, Gpu, Machine
+from spillway.spec.sizes import parse_size
+
+_GB, _TB = 10**9, 10**12
+_T = 10**12
+
+# What a block reaches of the maker's figure. Consumer cards are held to half their tensor rate with fp32 accumulation
+# and reach almost all of that (Fuyou: 156 of 165 TFLOP/s on a 4090); a data centre card reaches about two thirds (Fuyou:
+# 202 of 312 on an A100).
+_CONSUMER_SHARE = 0.9
+# Makers' dense 16-bit figures with fp32 accumulation; prices at launch, or of the papers.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("rtx3090", 24 << 30, 71 * _T, 4, 1499, "NVIDIA Ampere GA102 whitepaper", _CONSUMER_SHARE),
+        Gpu("rtx4080", 16 << 30, 97.5 * _T, 4, 1199, "NVIDIA Ada whitepaper", _CONSUMER_SHARE),
+        Gpu("rtx4090", 24 << 30, 165.2 * _T, 4, 1600, "NVIDIA Ada whitepaper; price as in Fuyou", _CONSUMER_SHARE),
+        Gpu("rtx5090", 32 << 30, 209.5 * _T, 5, 1999, "NVIDIA RTX Blackwell whitepaper", _CONSUMER_SHARE),
+        Gpu("rtxpro6000", 96 << 30, 503.8 * _T, 5, 0, "NVIDIA RTX PRO Blackwell whitepaper"),
+        Gpu("l40s", 48 << 30, 362 * _T, 4, 0, "NVIDIA L40S datasheet"),
+        Gpu("v100", 32 << 30, 125 * _T, 3, 0, "NVIDIA V100 datasheet"),
+        Gpu("a100-40", 40 << 30, 312 * _T, 4, 0, "NVIDIA A100 datasheet"),
+        Gpu("a100-80", 80 << 30, 312 * _T, 4, 14177, "NVIDIA A100 datasheet; price as in Fuyou"),
+        Gpu("h100", 80 << 30, 989 * _T, 5, 0, "NVIDIA H100 SXM datasheet"),
+        Gpu("h200", 141 * _GB, 989 * _T, 5, 0, "NVIDIA H200 datasheet"),
+        Gpu("b200", 180 * _GB, 2250 * _T, 5, 0, "NVIDIA HGX B200 datasheet"),
+    )
+}
+# Makers' sequential figures: a consumer drive writes slower once its cache is full, so probe a real one.
+DRIVES = {
+    drive.name: drive
+    for drive in (
+        Drive("980pro", 2 * _TB, 7.0e9, 5.1e9, 1200 * _TB, 0, "Samsung 980 PRO 2 TB datasheet"),
+        Drive("990pro", 2 * _TB, 7.45e9, 6.9e9, 1200 * _TB, 0, "Samsung 990 PRO 2 TB datasheet"),
+        Drive("sn850x", 2 * _TB, 7.3e9, 6.6e9, 1200 * _TB, 0, "WD_BLACK SN850X 2 TB datasheet"),
+        Drive("t705", 2 * _TB, 14.5e9, 12.7e9, 1200 * _TB, 0, "Crucial T705 2 TB datasheet"),
+        Drive("p5510", 3840 * _GB, 6.5e9, 3.4e9, 7000 * _TB, 308, "Solidigm D7-P5510 3.84 TB brief; price as in Fuyou"),
+    )
+}
+# Bytes per second each way over 16 lanes, after protocol overhead (about 0.8 of the raw rate).
+PCIE = {3: 12.5e9, 4: 25e9, 5: 50e9}
+# What one pass over host memory moves: two channels of DDR5, or a server's eight of DDR4.
+DESKTOP_HOST, SERVER_HOST = 60e9, 150e9
+# The update reads and writes 26 bytes of a parameter; it runs at about what memory gives.
+_UPDATE_BYTES = 26
+
+# The papers' servers, by their parts.
+SERVERS = {
+    "lohan-4090": "rtx4090+12xp5510+768GB+server",
+    "lohan-3090": "rtx3090+12xp5510+768GB+server",
+    "lohan-4080": "rtx4080+12xp5510+768GB+server",
+    "fuyou-a100": "a100-80+12xp5510+768GB+server",
+    "stronghold-v100": "v100+p5510+768GB+server",
+}
+
+
+def find_machine(text: str) -> Machine:
+    """A machine by name, by its parts (`rtx4090+4x990pro+128GB`, with `server` for eight memory channels and `pcie3`
+    for another link), or from a TOML file.
+
+    Raises UsageError with near names for a part there is not, and for a malformed file.
+    """
+    if text.endswith(".toml"):
+        return _from_file(Path(text))
+    parts = SERVERS.get(text, text).split("+")
+    gpu: Gpu | None = None
+    drives: list[Drive] = []
+    host_bytes, host_rate, generation = 0, DESKTOP_HOST, 0
+    for part in parts:
+        count, name = _counted(part.strip().lower().replace(" ", ""))
+        if name in GPUS and count == 1:
+            gpu = GPUS[name]
+        elif name in DRIVES:
+            drives += [DRIVES[name]] * count
+        elif name == "server":
+            host_rate = SERVER_HOST
+        elif re.fullmatch(r"pcie[345]", name):
+            generation = int(name[-1])
+        elif (size := _size(name)) is not None:
+            host_bytes += count * size
+        else:
+            raise UsageError(_unknown(part))
+    if gpu is None:
+        raise UsageError(f"'{text}' names no GPU: begin with one of {', '.join(GPUS)}")
+    return build(text, gpu, tuple(drives), host_bytes or 64 * _GB, host_rate, generation or gpu.pcie_generation)
+
+
+def build(
+    name: str, gpu: Gpu, drives: tuple[Drive, ...], host_bytes: int, host_rate: float, pcie_generation: int
+) -> Machine:
+    """A machine of these parts, with the rates that follow from them."""
+    link = PCIE[pcie_generation]
+    hardware = HardwareSpec(
+        "cuda",
+        gpu.block_share * gpu.peak_flops_per_s,
+        link,
+        link,
+        sum(drive.read_bytes_per_s for drive in drives) or 1.0,
+        sum(drive.write_bytes_per_s for drive in drives) or 1.0,
+        host_rate / _UPDATE_BYTES,
+        host_rate,
+    )
+    price = gpu.price + sum(drive.price for drive in drives)
+    known = gpu.price and all(drive.price for drive in drives)
+    return Machine(
+        name,
+        hardware,
+        gpu.memory_bytes,
+        host_bytes,
+        sum(drive.capacity_bytes for drive in drives),
+        gpu.peak_flops_per_s,
+        drives,
+        price if known else 0.0,
+    )
+
+
+def _counted(part: str) -> tuple[int, str]:
+    match = re.fullmatch(r"(\d+)x(.+)", part)
+    return (int(match[1]), match[2]) if match else (1, part)
+
+
+def _size(text: str) -> int | None:
+    if not text or not text[0].isdigit() or text.isdigit():
+        return None
+    try:
+        return parse_size(text)
+    except ValueError:
+        return None
+
+
+def _unknown(part: str) -> str:
+    known = [*GPUS, *DRIVES, *SERVERS]
+    near = difflib.get_close_matches(part.lower(), known, 3, 0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+    return f"there is no '{part}' in the catalogue: {hint}"
+
+
+def _from_file(path: Path) -> Machine:
+    """`base` (parts as above) and any field of HardwareSpec, and device, host and disk memory as sizes."""
+    try:
+        values: Mapping[str, Any] = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"the hardware file {path} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"the hardware file {path} is malformed: {' '.join(str(error).split())}") from error
+    rates = {field.name for field in fields(HardwareSpec)}
+    sizes = {"device_memory": "device_bytes", "host_memory": "host_bytes", "disk_memory": "disk_bytes"}
+    machine = find_machine(str(values.get("base", "rtx4090+990pro+64GB")))
+    hardware: dict[str, Any] = {}
+    changed: dict[str, Any] = {"name": path.stem}
+    for name, value in values.items():
+        if name in rates:
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
+                raise UsageError(f"the hardware file {path}: {name} must be more than 0, not {value}")
+            hardware[name] = value
+        elif name in sizes:
+            try:
+                changed[sizes[name]] = parse_size(value)
+            except ValueError as error:
+                raise UsageError(f"the hardware file {path}: {name}: {error}") from error
+        elif name != "base":
+            near = difflib.get_close_matches(name, [*rates, *sizes, "base"], 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"the hardware file {path} sets '{name}', which is not known{hint}")
+    return replace(machine, hardware=replace(machine.hardware, **hardware), **changed)

@@ -1,0 +1,82 @@
+"""This machine, measured: cached, so that planning is instant the next time."""
+
+import hashlib
+import json
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from spillway.hardware.limits import free_host_bytes, process_bytes
+from spillway.hardware.probe import measure
+from spillway.spec.hardware import HardwareSpec
+from spillway.spec.jsonable import from_json, to_json
+from spillway.spec.machine import Machine
+from spillway.spec.state import EXACT
+
+_FRESH_S = 7 * 24 * 3600
+# A block large enough that its rate is that of larger ones.
+_ROWS, _HIDDEN = 1024, 2048
+_ROOM_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A probe's result and when it was made (seconds since the epoch)."""
+
+    hardware: HardwareSpec
+    when: float
+
+
+def this_machine(paths: tuple[Path, ...], free_disk_bytes: int, refresh: bool = False) -> Machine:
+    """Rates of this machine with these store paths, from the cache where it is fresh, and what is free now."""
+    hardware = _measured(paths, refresh)
+    host = free_host_bytes() + process_bytes()
+    device = int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else host
+    return Machine(platform.node() or "this machine", hardware, device, host, free_disk_bytes)
+
+
+def _measured(paths: tuple[Path, ...], refresh: bool) -> HardwareSpec:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    file = _cache_directory() / f"probe-{_key(device, paths)}.json"
+    if not refresh:
+        try:
+            known = from_json(Measured, json.loads(file.read_text()))
+            if time.time() - known.when < _FRESH_S:
+                return known.hardware
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # never measured, or by another version
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    room = min(_ROOM_BYTES, free_host_bytes() // 2)
+    found = measure(device, torch.bfloat16, paths, copy, _ROWS, _HIDDEN, EXACT, room)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(".new")
+        temporary.write_text(json.dumps(to_json(Measured(found, time.time()))))
+        os.replace(temporary, file)
+    except OSError:
+        pass  # a home that cannot be written only costs the next measurement
+    return found
+
+
+def _cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "spillway"
+
+
+def _key(device: torch.device, paths: tuple[Path, ...]) -> str:
+    """Changes with the hardware and with PyTorch, not with the time."""
+    parts: list[Any] = [platform.processor(), os.cpu_count(), psutil.virtual_memory().total, torch.__version__]
+    parts.append(torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
+    parts += [path.stat().st_dev for path in paths if path.exists()]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,87 @@
+"""Plans, machines and findings as tables for people."""
+
+from rich.console import Console
+from rich.table import Table
+
+from spillway.spec.answers import Finding, PlanReport
+from spillway.spec.machine import Machine
+from spillway.spec.sizes import format_seconds, format_size
+
+
+def print_report(console: Console, report: PlanReport) -> None:
+    """The answer of `spillway plan`."""
+    console.print(f"{report.model}: {report.num_params / 1e9:.2f}B parameters on {report.machine}")
+    if not report.fits:
+        for item in report.helps:
+            console.print(f"it would fit with {item.change}")
+        return
+    table = Table(show_header=False)
+    for tier in ("device", "host", "disk"):
+        peak, budget = getattr(report.peaks, tier), getattr(report.budget, f"{tier}_bytes")
+        table.add_row(f"{tier} peak", f"{format_size(peak)} of {format_size(budget)}")
+    for part, tiers in report.placement.items():
+        table.add_row(part, ", ".join(f"{count} units on {tier}" for tier, count in tiers.items()))
+    table.add_row("update", report.update)
+    table.add_row("step", f"{format_seconds(report.step_seconds)} for {report.tokens:,} tokens")
+    table.add_row("tokens per second", f"{report.tokens_per_s:,.0f}")
+    share = f" ({report.peak_share:.0%} of the device's peak)" if report.peak_share else ""
+    table.add_row("model FLOP/s", f"{report.model_flops_per_s / 1e12:.1f} TFLOP/s{share}")
+    busy = ", ".join(f"{lane} {part:.0%}" for lane, part in sorted(report.busy_share.items(), key=lambda x: -x[1]))
+    table.add_row("bottleneck", f"{report.bottleneck} (busy: {busy})")
+    table.add_row("written to disk", f"{format_size(report.written_bytes)} a step")
+    if report.run_steps:
+        low, high = (format_seconds(seconds) for seconds in report.run_seconds)
+        table.add_row("run", f"{report.run_steps} steps, {low} to {high}")
+        wear = f", {report.endurance_share:.1%} of the drives' endurance" if report.endurance_share else ""
+        table.add_row("written by the run", f"{format_size(report.run_written_bytes)}{wear}")
+    if report.dollars_per_million_tokens:
+        table.add_row("per million tokens", f"${report.dollars_per_million_tokens:.3f} of the machine's price")
+    console.print(table)
+    for note in report.notes:
+        console.print(f"note: {note}")
+    for item in report.helps:
+        console.print(f"would help: {item.change}, {item.gain:+.0%} tokens per second")
+
+
+def print_sweep(console: Console, points: list[tuple[str, PlanReport]]) -> None:
+    """One line per point."""
+    table = Table("", "step", "tokens/s", "bottleneck", "host peak", "written a step")
+    for at, report in points:
+        if report.fits:
+            table.add_row(
+                at,
+                format_seconds(report.step_seconds),
+                f"{report.tokens_per_s:,.0f}",
+                report.bottleneck,
+                format_size(report.peaks.host),
+                format_size(report.written_bytes),
+            )
+        else:
+            table.add_row(at, "does not fit", "", "", "", "")
+    console.print(table)
+
+
+def print_machine(console: Console, machine: Machine) -> None:
+    """What was measured."""
+    rates = machine.hardware
+    table = Table(title=machine.name, title_justify="left", show_header=False)
+    table.add_row("device", f"{rates.device}, a transformer block at {rates.device_flops_per_s / 1e12:.2f} TFLOP/s")
+    table.add_row("upload, download", f"{_rate(rates.upload_bytes_per_s)}, {_rate(rates.download_bytes_per_s)}")
+    table.add_row("drives, read and write", f"{_rate(rates.read_bytes_per_s)}, {_rate(rates.write_bytes_per_s)}")
+    table.add_row("update", f"{rates.update_params_per_s / 1e9:.2f} G parameters/s")
+    table.add_row("host memory", f"one pass at {_rate(rates.host_bytes_per_s)}")
+    sizes = (machine.device_bytes, machine.host_bytes, machine.disk_bytes)
+    table.add_row("free: device, host, disk", ", ".join(map(format_size, sizes)))
+    console.print(table)
+
+
+def print_findings(console: Console, findings: list[Finding]) -> None:
+    """What was looked at, and what to do."""
+    table = Table("", "found", "to do")
+    for finding in findings:
+        table.add_row(finding.what, finding.found, finding.fix or "nothing")
+    console.print(table)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{format_size(bytes_per_s)}/s"

@@ -1,0 +1,53 @@
+"""What the planning and examining commands answer."""
+
+from dataclasses import dataclass, field
+
+from spillway.spec.hardware import Budget
+from spillway.spec.plan import TierPeaks
+
+
+@dataclass(frozen=True, slots=True)
+class Help:
+    """Something that would make the step faster. `gain` 0.25: a quarter more tokens per second."""
+
+    change: str
+    gain: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """The answer. Bytes, seconds, FLOP/s; where it does not fit the figures of a step are 0 and `problem` says why."""
+
+    model: str
+    machine: str
+    num_params: int
+    tokens: int  # per step
+    fits: bool
+    problem: str
+    budget: Budget
+    peaks: TierPeaks
+    step_seconds: float = 0.0
+    tokens_per_s: float = 0.0
+    model_flops_per_s: float = 0.0
+    peak_share: float = 0.0  # of what the device's maker promises
+    bottleneck: str = ""
+    busy_share: dict[str, float] = field(default_factory=dict)  # per lane
+    update: str = ""
+    placement: dict[str, dict[str, int]] = field(default_factory=dict)  # weights and states: units per tier
+    written_bytes: float = 0.0  # a step
+    run_steps: int = 0
+    run_seconds: tuple[float, float] = (0.0, 0.0)
+    run_written_bytes: float = 0.0
+    endurance_share: float = 0.0  # of the drives', by the whole run
+    dollars_per_million_tokens: float = 0.0
+    notes: tuple[str, ...] = ()
+    helps: tuple[Help, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. `fix` is empty where there is nothing to mend."""
+
+    what: str
+    found: str
+    fix: str = ""

@@ -1,0 +1,55 @@
+"""Machines put together from known parts."""
+
+from pathlib import Path
+
+import pytest
+
+from spillway.hardware.catalogue import DRIVES, GPUS, SERVERS, find_machine
+from spillway.spec.errors import UsageError
+
+
+def test_parts_add_up() -> None:
+    machine = find_machine("rtx4090+4x990pro+128GB")
+    one = DRIVES["990pro"]
+    assert machine.device_bytes == 24 << 30 and machine.host_bytes == 128 * 10**9
+    assert machine.hardware.read_bytes_per_s == 4 * one.read_bytes_per_s
+    assert machine.disk_bytes == 4 * one.capacity_bytes and machine.endurance_bytes == 4 * one.endurance_bytes
+    slower, server = find_machine("rtx4090+990pro+pcie3"), find_machine("RTX4090 + 990pro + server")
+    assert slower.hardware.upload_bytes_per_s < machine.hardware.upload_bytes_per_s
+    assert server.hardware.update_params_per_s > machine.hardware.update_params_per_s
+
+
+def test_every_part_has_a_source_and_every_server_exists() -> None:
+    assert all(part.source for part in (*GPUS.values(), *DRIVES.values()))
+    assert all(find_machine(name).hardware.device_flops_per_s > 1e13 for name in (*SERVERS, *GPUS))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    (
+        ("rtx4091", "did you mean rtx4090"),
+        ("rtx4090+99pro", "did you mean 990pro"),
+        ("4x990pro", "names no GPU"),
+        ("rtx4090+-64GB", "there is no"),
+        ("nowhere.toml", "cannot be read"),
+    ),
+)
+def test_what_is_not_known_is_said_with_what_is(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        find_machine(text)
+
+
+def test_a_file_changes_any_figure(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('base = "rtx3090+990pro+64GB"\nread_bytes_per_s = 3e9\nhost_memory = "96GB"\n')
+    machine = find_machine(str(file))
+    assert machine.name == "mine" and machine.hardware.read_bytes_per_s == 3e9 and machine.host_bytes == 96 * 10**9
+    for content, words in (
+        ("base = ", "malformed"),
+        ("raed_bytes_per_s = 1e9", "did you mean read_bytes_per_s"),
+        ("read_bytes_per_s = -1", "more than 0"),
+        ('host_memory = "lots"', "not a size"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UsageError, match=words):
+            find_machine(str(file))

@@ -1,0 +1,111 @@
+"""`spillway plan`, `probe` and `doctor`."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import directories
+from spillway.cli.main import run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Only a config, as one has before downloading the weights."""
+    directory = directories.make_model(tmp_path_factory.mktemp("model") / "llama", hidden_size=128)
+    (directory / "model.safetensors").unlink()
+    return directory
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> Any:
+    capsys.readouterr()
+    assert run(["plan", *map(str, arguments), "--json"]) == code
+    return json.loads(capsys.readouterr().out.splitlines()[0])
+
+
+def test_a_plan_needs_only_the_config(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = ask(capsys, model, "--hardware", "rtx4090+990pro+64GB", "--max-length", "128", "--max-steps", "100")
+    assert found["fits"] and found["tokens"] == 4 * 128
+    assert found["tokens_per_s"] == pytest.approx(found["tokens"] / found["step_seconds"])
+    low, high = found["run_seconds"]
+    assert low < 100 * found["step_seconds"] < high
+    for tier in ("device", "host", "disk"):
+        assert 0 < found["peaks"][tier] <= found["budget"][f"{tier}_bytes"]
+
+
+def test_the_papers_model_on_the_papers_server(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shape = ("--per-device-train-batch-size", "4", "--gradient-accumulation-steps", "8", "--max-length", "1024")
+    chart = tmp_path / "step.json"
+    found = ask(capsys, "gpt-13b", "--hardware", "lohan-4090", *shape, "--chart", chart)
+    assert 12.5e9 < found["num_params"] < 13.2e9 and found["bottleneck"] == "compute"
+    assert 0.5 < found["peak_share"] < 0.9
+    assert json.loads(chart.read_text())["traceEvents"]
+    disk = ask(capsys, "gpt-13b", "--hardware", "rtx4090+990pro+32GB", "--max-length", "1024",
+               "--per-device-train-batch-size", "1")  # fmt: skip
+    assert disk["bottleneck"] in ("read", "write") and disk["written_bytes"] > 12 * disk["num_params"] * 0.9
+    changes = {item["change"]: item["gain"] for item in disk["helps"]}
+    assert changes["--optim adamw_8bit"] > 0.2 and changes["one more drive"] > 0.2
+
+
+def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ask(
+        capsys, "gpt-13b", "--hardware", "lohan-4090", "--per-device-train-batch-size", "32", "--max-length", "1024",
+        code=3,
+    )  # fmt: skip
+    assert not found["fits"] and "device memory: the smallest budget that works is" in found["problem"]
+    assert found["helps"][0]["change"].startswith("--per-device-train-batch-size 1 ")
+
+
+def test_the_largest_model_grows_with_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = []
+    for machine in ("rtx4080+990pro+32GB", "rtx4080+2x990pro+64GB"):
+        found = ask(
+            capsys, "gpt-13b", "--hardware", machine, "--max-size", "--max-length", "1024",
+            "--per-device-train-batch-size", "1",
+        )  # fmt: skip
+        sizes.append(found["params"])
+    assert 13e9 < sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize("axis", ("batch", "drives", "host-memory"))
+def test_a_sweep_never_gets_slower_with_more(model: Path, capsys: pytest.CaptureFixture[str], axis: str) -> None:
+    points = ask(capsys, "gpt-10b", "--hardware", "rtx3090+980pro+64GB", "--max-length", "512",
+                 "--per-device-train-batch-size", "1", "--sweep", axis)  # fmt: skip
+    speeds = [point["report"]["tokens_per_s"] for point in points if point["report"]["fits"]]
+    assert len(speeds) >= 4
+    assert all(after >= 0.98 * before for before, after in itertools.pairwise(speeds))
+
+
+def test_this_machine_is_measured_once(
+    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert run(["probe", "--store", str(tmp_path), "--json"]) == 0
+    rates = json.loads(capsys.readouterr().out)["hardware"]
+    assert rates["device_flops_per_s"] > 1e9 and rates["read_bytes_per_s"] > 1e6
+    (cached,) = (tmp_path / "cache" / "spillway").glob("probe-*.json")
+    before = cached.stat().st_mtime_ns
+    found = ask(capsys, model, "--store", tmp_path, "--max-length", "128")
+    assert found["fits"] and cached.stat().st_mtime_ns == before
+
+
+def test_the_doctor_looks_at_the_store(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["doctor", "--store", str(tmp_path), "--json"]) == 0
+    found = {item["what"]: item for item in json.loads(capsys.readouterr().out)}
+    assert f"store {tmp_path}: O_DIRECT" in found and "disk engine" in found
+    assert run(["doctor", "--store", "/dev/shm", "--json"]) == 0
+    found = {item["what"]: item for item in json.loads(capsys.readouterr().out)}
+    assert "in memory" in found["store /dev/shm"]["fix"]
+
+
+def test_wrong_questions_get_one_sentence(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        ((model, "--hardware", "rtx4091"), "did you mean rtx4090"),
+        (("gpt-14b", "--hardware", "rtx4090"), "there is no shape 'gpt-14b'"),
+        ((model, "--hardware", "rtx4090", "--sweep", "colour"), "is not one of batch"),
+        (("nowhere/at/all", "--hardware", "rtx4090"), "is not a model directory"),
+    ):
+        assert run(["plan", *map(str, arguments)]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
