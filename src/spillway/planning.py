@@ -300,27 +300,18 @@ def _what_would_fit(question: Question, profile: ModelProfile) -> tuple[Help, ..
     """Changes after which it would fit."""
     options, rows = question.options, question.options.per_device_train_batch_size
     tries = _changes(question)
+    machine, free = question.machine, replace(options, host_memory=None)
     if rows > 1:
         cut = rows * options.gradient_accumulation_steps
         single = replace(options, per_device_train_batch_size=1, gradient_accumulation_steps=cut)
         flags = f"--per-device-train-batch-size 1 --gradient-accumulation-steps {cut}"
         tries.insert(0, (flags, _asked(question, machine, single)))
     for factor in (2, 4, 8):
-        machine = question.machine
-        tries.append(
-            (
-                f"{format_size(machine.host_bytes * factor)} of host memory",
-                _asked(
-                    question,
-                    replace(machine, host_bytes=machine.host_bytes * factor),
-                    replace(options, host_memory=None),
-                ),
-            )
-        )
+        larger = replace(machine, host_bytes=machine.host_bytes * factor)
+        tries.append((f"{format_size(larger.host_bytes)} of host memory", _asked(question, larger, free)))
         if machine.drives:
-            tries.append(
-                (f"{factor} times the drives", _asked(question, with_drives(machine, factor * len(machine.drives))))
-            )
+            more = with_drives(machine, factor * len(machine.drives))
+            tries.append((f"{factor} times the drives", _asked(question, more)))
     return tuple(Help(change, 0.0) for change, other in tries if answer(other, with_help=False).fits)[:3]
 
 
