@@ -61,7 +61,7 @@ class Question:
     machine: Machine
     measured: bool
     steps: int
-    _profiles: dict[tuple[int, int | None, str, int], ModelProfile] = field(default_factory=dict)
+    _profiles: dict[tuple[int, int, int | None, str, int], ModelProfile] = field(default_factory=dict)
 
     def budget(self, machine: Machine) -> Budget:
         """What the options allow of the machine."""
@@ -86,10 +86,10 @@ class Question:
         rows = rows or options.per_device_train_batch_size * options.gradient_accumulation_steps
         settings = settings or self.settings()
         form = state_format(settings)
-        key = (rows, layers, repr(form), self.options.max_length)
+        micro = min(options.per_device_train_batch_size, rows)
+        key = (rows, micro, layers, repr(form), options.max_length)
         if key not in self._profiles:
             model = build(self.options.model, as_dtype(self.options.dtype), layers, self.options.max_length)
-            micro = min(self.options.per_device_train_batch_size, rows)
             self._profiles[key] = model_profiler(model, form, rows, self.options.max_length, micro)
         return self._profiles[key]
 
