@@ -15,7 +15,7 @@ from torch import nn
 
 from spillway.checkpoint.load import StoreBytes, load_weights, read_parameter
 from spillway.checkpoint.points import SavedPoints
-from spillway.checkpoint.save import MAX_SHARD_BYTES, save_weights
+from spillway.checkpoint.save import MAX_SHARD_BYTES, WrittenAs, save_weights
 from spillway.checkpoint.sources import DirectorySource, ModuleSource, WeightSource
 from spillway.hardware.limits import free_host_bytes, process_bytes
 from spillway.hardware.probe import measure, measure_shares
@@ -66,6 +66,7 @@ class Prepared:
     weight_bytes: int  # of all units, as loaded
     extent_bytes: int  # of all units, as saved
     unexpected: list[str]  # tensors of the model directory that the model has no use for
+    written_as: WrittenAs  # parameters that its checkpoint has in another form
     on_load: Callable[[int], None] | None = None  # told of the bytes of each window while weights are loaded
 
 
@@ -147,12 +148,9 @@ def prepare(
     if origin is None and any(param.is_meta for param in model.parameters()):
         raise UsageError("the model is on the meta device and was not made by spillway.load: there are no weights")
     units = find_units(model, state_format(settings))
-    aliases = _aliases(model)
     in_memory = {name: param.data for name, param in model.named_parameters()} if origin is None else {}
     source: WeightSource = (
-        ModuleSource(in_memory)
-        if origin is None
-        else DirectorySource(origin.directory, model, aliases, origin.allow_pickle)
+        ModuleSource(in_memory) if origin is None else open_source(origin.directory, model, origin.allow_pickle)
     )
     points = SavedPoints(paths[0] if paths else None, units, keep.last)
     geometry = _find_geometry(points, paths, resume)
@@ -206,8 +204,9 @@ def prepare(
     extent_bytes = sum(unit.layout.extent_bytes for unit in units)
     directory = origin.directory if origin else None
     unexpected = source.unexpected if isinstance(source, DirectorySource) else []
+    written_as = source.written_as if isinstance(source, DirectorySource) else {}
     _sessions[model] = Prepared(
-        session, streaming, points, budget, planner, directory, weight_bytes, extent_bytes, unexpected
+        session, streaming, points, budget, planner, directory, weight_bytes, extent_bytes, unexpected, written_as
     )
     _adapt(model, session)
     if example is not None:
@@ -276,7 +275,14 @@ def save_pretrained(
     session.settle()
     if not session.is_open:
         session.open()
-    save_weights(StoreBytes(session.store), session.units, persistent_buffers(model), path, max_shard_bytes)
+    save_weights(
+        StoreBytes(session.store),
+        session.units,
+        persistent_buffers(model),
+        path,
+        max_shard_bytes,
+        written_as=parts.written_as,
+    )
     from spillway.integrations.huggingface import save_config
 
     save_config(model, path, parts.origin)
@@ -477,6 +483,19 @@ def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {found[0]: tuple(found) for found in names.values()}
 
 
+def open_source(directory: Path, model: nn.Module, allow_pickle: bool) -> DirectorySource:
+    """The weight files of a model directory, for that model. Raises UsageError where they do not fit it."""
+    if not _is_transformers(model):
+        return DirectorySource(directory, model, _aliases(model), allow_pickle)
+    from spillway.integrations.huggingface import joined_weights
+
+    return DirectorySource(directory, model, _aliases(model), allow_pickle, lambda keys: joined_weights(model, keys))
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+
+
 def _host_bytes(params: dict[str, torch.Tensor]) -> int:
     return sum(param.numel() * param.element_size() for param in params.values() if param.device.type == "cpu")
 
@@ -505,7 +524,7 @@ def _move_buffers(model: nn.Module, device: Device) -> None:
 
 def _adapt(model: nn.Module, session: Session) -> None:
     """Only a transformers model needs transformers."""
-    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+    if _is_transformers(model):
         from spillway.integrations.huggingface import adapt
 
         adapt(model, session)

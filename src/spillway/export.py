@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from spillway.api import persistent_buffers
+from spillway.api import open_source, persistent_buffers
 from spillway.checkpoint.points import from_text
 from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.checkpoint.saved import SavedPoint
@@ -47,13 +47,23 @@ def export(run: Path, output: Path, dtype: str | None, step: int | None, reporte
     for name, buffer in (buffers := persistent_buffers(saved.model)).items():
         if name in manifest.buffers:
             buffer.copy_(from_text(manifest.buffers[name], buffer.dtype, buffer.shape))
+    source = open_source(find_directory(saved.options.model), saved.model, saved.options.allow_pickle)
+    source.close()
     arrays = ("weight", "low") if wanted in (torch.float32, torch.float16) else ("weight",)
     read = sum(part.num_bytes for unit in saved.units for part in unit.layout.components if part.name in arrays)
     with SavedPoint(manifest, saved.units) as point:
         with reporter.counting(f"checking step {manifest.step}", read) as counter:
             point.verify(counter.advance, arrays)
         with reporter.counting(f"writing {output}", need) as counter:
-            save_weights(point, saved.units, buffers, output, dtype=wanted, progress=counter.advance)
+            save_weights(
+                point,
+                saved.units,
+                buffers,
+                output,
+                dtype=wanted,
+                progress=counter.advance,
+                written_as=source.written_as,
+            )
     save_config(saved.model, output, find_directory(saved.options.model), wanted)
     return ExportSummary(manifest.step, str(output), dtype or saved.options.dtype, need)
 

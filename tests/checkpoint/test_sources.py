@@ -7,9 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import directories
+import models
+import reference
 import spillway
 from spillway.api import prepared, read_parameters
 from spillway.checkpoint.sources import DirectorySource
@@ -124,3 +133,58 @@ def test_persistent_buffers_go_on_from_the_saved_point(tmp_path: Path) -> None:
     prepared(model).session.open((torch.ones(2, 8),))
     assert model.seen.tolist() == seen and seen[0] >= 3
     spillway.close(model)
+
+
+def moe_directory(directory: Path, kind: str) -> Path:
+    """A mixture of experts as the hub has it: experts one by one in the files, stacked in the model."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    model: PreTrainedModel
+    if kind == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=12))
+    else:
+        config = Qwen3MoeConfig(**sizes, **heads, num_experts=12, moe_intermediate_size=16, head_dim=8)
+        model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("kind", ("mixtral", "qwen3"))
+def test_experts_that_lie_one_by_one_in_the_files_are_stacked_and_written_back(tmp_path: Path, kind: str) -> None:
+    directory = moe_directory(tmp_path / kind, kind)
+    stored = load_file(directory / "model.safetensors")
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    weights = dict(plain.named_parameters())
+    assert set(weights) - set(stored), "transformers stacks them no more: this test tests nothing"
+    model = load(directory)
+    assert prepared(model).unexpected == []
+    found = read_parameters(model)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    spillway.save_pretrained(model, tmp_path / "out")
+    spillway.close(model)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize("kind", ("mixtral", "qwen3"))
+def test_a_mixture_of_experts_trains_as_in_plain_pytorch(tmp_path: Path, kind: str) -> None:
+    directory = moe_directory(tmp_path / kind, kind)
+    model = spillway.load(directory, AutoModelForCausalLM, dtype="float32")
+    settings = spillway.AdamW(lr=1e-3, eps=reference.EPS, max_grad_norm=1.0)
+    model, optimizer = spillway.prepare(model, settings, store=tmp_path / "store", device="cpu", states="disk")
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    steps = [[models.batch("llama", seed)] for seed in range(3)]
+    ours = []
+    for (batch,) in steps:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        ours.append(loss.item())
+    theirs = reference.train(plain, steps, 1e-3, 1.0)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    weights = read_parameters(model)
+    spillway.close(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(weights[name], param, rtol=1e-5, atol=1e-5)

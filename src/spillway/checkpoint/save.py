@@ -1,6 +1,7 @@
 """Writes weights as sharded safetensors with an index, a piece at a time."""
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ from spillway.checkpoint.load import ByteSource
 from spillway.model.units import Unit
 from spillway.optim.update import join_master
 from spillway.spec.errors import DiskError
-from spillway.store.layout import TensorPlace, UnitLayout
 
 MAX_SHARD_BYTES = 5 * 10**9
+# Per parameter: names and shapes of the tensors that a checkpoint has in its place.
+WrittenAs = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
 _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -52,12 +54,14 @@ def save_weights(
     only: int | None = None,
     dtype: torch.dtype | None = None,
     progress: Callable[[int], None] | None = None,
+    written_as: WrittenAs | None = None,
 ) -> list[str]:
     """Write every parameter, and persistent `buffers`, under the names of the model; tied parameters once. The files
     appear under their final names only when whole. `only`: the one unit to write, for a trial. `dtype`: what floating
     point parameters become; wider ones than bfloat16 get every bit of the master. `progress` is called with bytes
-    written. Returns the file names. Raises DiskError when there is no room."""
-    entries = [entry for entry in _entries(units, dtype) if only is None or entry.unit == only]
+    written. `written_as`: parameters that go to several tensors one after another, with their names and shapes.
+    Returns the file names. Raises DiskError when there is no room."""
+    entries = [entry for entry in _entries(units, dtype, written_as or {}) if only is None or entry.unit == only]
     shards = _shards(entries + list(_buffer_entries(buffers)), max_shard_bytes)
     names = [_shard_name(index, len(shards)) for index in range(len(shards))]
     try:
@@ -77,23 +81,22 @@ def save_weights(
 
 def weights_bytes(units: tuple[Unit, ...], dtype: torch.dtype | None = None) -> int:
     """Bytes of all the shards together, headers aside."""
-    return sum(entry.num_bytes for entry in _entries(units, dtype))
+    return sum(entry.num_bytes for entry in _entries(units, dtype, {}))
 
 
-def _entries(units: tuple[Unit, ...], dtype: torch.dtype | None) -> Iterator[_Entry]:
+def _entries(units: tuple[Unit, ...], dtype: torch.dtype | None, written_as: WrittenAs) -> Iterator[_Entry]:
     for index, unit in enumerate(units):
+        low = unit.layout.component("low")
         for place in unit.layout.places:
-            yield _entry(index, unit.layout, place, dtype)
-
-
-def _entry(unit: int, layout: UnitLayout, place: TensorPlace, dtype: torch.dtype | None) -> _Entry:
-    begin, end = layout.byte_range(place)
-    written = dtype if dtype is not None and place.dtype.is_floating_point else place.dtype
-    low = layout.component("low") if place.trainable else None
-    num_bytes = place.numel * written.itemsize
-    return _Entry(
-        place.name, place.shape, written, num_bytes, unit, begin, end, place.dtype, low.element_bytes if low else 0
-    )
+            written = dtype if dtype is not None and place.dtype.is_floating_point else place.dtype
+            low_bytes = low.element_bytes if low is not None and place.trainable else 0
+            begin, _ = unit.layout.byte_range(place)
+            for name, shape in written_as.get(place.name, ((place.name, place.shape),)):
+                numel = math.prod(shape)
+                end = begin + numel * place.dtype.itemsize
+                size = numel * written.itemsize
+                yield _Entry(name, shape, written, size, index, begin, end, place.dtype, low_bytes)
+                begin = end
 
 
 def _buffer_entries(buffers: dict[str, torch.Tensor]) -> Iterator[_Entry]:

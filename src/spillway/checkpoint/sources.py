@@ -1,8 +1,9 @@
 """Where weights come from: a module in memory, or the safetensors files of a model directory."""
 
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,6 +17,11 @@ from spillway.spec.errors import UsageError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+# For the tensors of a checkpoint: the parameters of the model that are put together from several of them, or go by
+# another name there, and which, in the order in which they lie one after another in the parameter.
+Joined = Callable[[Collection[str]], dict[str, tuple[str, ...]]]
 
 
 class WeightSource(Protocol):
@@ -135,26 +141,42 @@ class DirectorySource:
     """The weight files of a Hugging Face model directory, opened as needed."""
 
     def __init__(
-        self, directory: Path, model: nn.Module, aliases: dict[str, tuple[str, ...]], allow_pickle: bool = False
+        self,
+        directory: Path,
+        model: nn.Module,
+        aliases: dict[str, tuple[str, ...]],
+        allow_pickle: bool = False,
+        joined: Joined = lambda keys: {},
     ) -> None:
         """`aliases`: every name of each parameter, the canonical one first. Persistent buffers of `model` are filled.
+        `joined`: see Joined.
 
         Raises UsageError naming what is missing, of another shape, or no floating point weight. `unexpected` lists
-        tensors that the model has no use for.
+        tensors that the model has no use for; `written_as` holds names and shapes of the tensors that a parameter was
+        put together from, where it was.
         """
         self._directory = directory
         self._file_of = _files_of(directory, allow_pickle)
         self._open: dict[str, TensorFile] = {}
         prefix = getattr(model, "base_model_prefix", "")
-        self._keys = {name: self._find(names, prefix) for name, names in aliases.items()}
+        made_of = joined(self._file_of.keys())
+        self._keys: dict[str, tuple[str, ...]] = {}
+        for name, names in aliases.items():
+            found = self._find(names, prefix)
+            self._keys[name] = (found,) if found else made_of.get(name, ())
         self._check(model)
+        self.written_as = {
+            name: tuple((key, self._handle(key).shape(key)) for key in keys)
+            for name, keys in self._keys.items()
+            if keys == made_of.get(name)
+        }
         buffers = {
             name: key
             for name, tensor in model.state_dict(keep_vars=True).items()
             if not isinstance(tensor, nn.Parameter) and (key := self._find((name,), prefix))
         }
         self._fill(model, buffers)
-        used = {*self._keys.values(), *buffers.values()}
+        used = {*(key for keys in self._keys.values() for key in keys), *buffers.values()}
         used |= {key for names in aliases.values() for name in names for key in _spellings(name, prefix)}
         ignored = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
         left = sorted(key for key in self._file_of if key not in used)
@@ -162,7 +184,16 @@ class DirectorySource:
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See WeightSource."""
-        return self._handle(self._keys[name]).read(self._keys[name], start, stop)
+        keys, pieces, at = self._keys[name], [], 0
+        if len(keys) == 1:
+            return self._handle(keys[0]).read(keys[0], start, stop)
+        for key in keys:
+            size = math.prod(self._handle(key).shape(key))
+            first, last = max(start - at, 0), min(stop - at, size)
+            if first < last:
+                pieces.append(self._handle(key).read(key, first, last))
+            at += size
+        return torch.cat(pieces)
 
     def done(self, names: Iterable[str]) -> None:
         """See WeightSource."""
@@ -185,19 +216,23 @@ class DirectorySource:
 
     def _check(self, model: nn.Module) -> None:
         params = dict(model.named_parameters())
-        missing = [name for name, key in self._keys.items() if not key]
+        missing = [name for name, keys in self._keys.items() if not keys]
         if missing:
             raise UsageError(f"{self._directory} has no weights for {_some(missing)}: is it a {type(model).__name__}?")
-        for name, key in self._keys.items():
-            file, wanted = self._directory / self._file_of[key], tuple(params[name].shape)
-            found = self._handle(key).shape(key)
-            if found != wanted:
-                raise UsageError(f"{file}: {key} has the shape {found} and the model wants {wanted}")
-            if not self._handle(key).is_float(key):
-                raise UsageError(
-                    f"{file}: {key} holds no plain floating point numbers: a quantised checkpoint cannot be trained, "
-                    f"take the one it was made from"
-                )
+        for name, keys in self._keys.items():
+            wanted = tuple(params[name].shape)
+            shapes = [self._handle(key).shape(key) for key in keys]
+            file = self._directory / self._file_of[keys[0]]
+            if len(keys) == 1 and shapes[0] != wanted:
+                raise UsageError(f"{file}: {keys[0]} has the shape {shapes[0]} and the model wants {wanted}")
+            if sum(map(math.prod, shapes)) != math.prod(wanted):
+                raise UsageError(f"{file}: {_some(list(keys))} do not make up {name} of the shape {wanted}")
+            for key in keys:
+                if not self._handle(key).is_float(key):
+                    raise UsageError(
+                        f"{self._directory / self._file_of[key]}: {key} holds no plain floating point numbers: a "
+                        f"quantised checkpoint cannot be trained, take the one it was made from"
+                    )
 
     def _fill(self, model: nn.Module, buffers: dict[str, str]) -> None:
         tensors = model.state_dict(keep_vars=True)

@@ -1,8 +1,9 @@
 """Hugging Face models: built on the meta device from their config, trained with a chunked cross-entropy, saved with
 everything `from_pretrained` wants. The only file that imports transformers for models."""
 
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,64 @@ def gpt2_config(layers: int, heads: int, hidden: int, positions: int) -> Any:
     )
     transformers.logging.set_verbosity_error()  # GPT-2 does not name its loss, and says so every time
     return config
+
+
+def joined_weights(model: nn.Module, keys: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Parameters that transformers keeps in another form than checkpoints do: experts stacked into one parameter, or
+    renamed modules. Only forms in which the checkpoint's tensors lie one after another in the parameter."""
+    try:
+        from transformers import core_model_loading as loading
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:
+        return {}  # before such forms there was nothing to join
+    if not isinstance(model, transformers.PreTrainedModel):
+        return {}
+    transforms = get_model_conversion_mapping(model)
+    renamings = [item for item in transforms if isinstance(item, loading.WeightRenaming)]
+    converters = [item for item in transforms if isinstance(item, loading.WeightConverter)]
+    names = {name for name, _ in model.named_parameters()}
+    found: dict[str, list[tuple[list[int], int, str]]] = {}
+    for key in keys:
+        target, pattern = loading.rename_source_key(key, renamings, converters)
+        if target == key or target not in names:
+            continue
+        place = 0
+        if pattern is not None:
+            converter = next(item for item in converters if pattern in item.source_patterns)
+            if not _lies_in_a_row(converter, loading):
+                continue
+            place = converter.source_patterns.index(pattern)
+        numbers = [int(text) for text in re.findall(r"\d+", key)]
+        found.setdefault(target, []).append((numbers, place, key))
+    return {name: tuple(key for _, _, key in sorted(_by_expert(parts))) for name, parts in found.items()}
+
+
+def _by_expert(parts: list[tuple[list[int], int, str]]) -> list[tuple[list[int], int, str]]:
+    """Sortable: numbers that differ between the parts (the expert's; not, say, the 1 of `w1`) come first."""
+    if len(parts) == 1:
+        return parts
+    columns = list(zip(*(numbers for numbers, _, _ in parts), strict=False))
+    per_place: dict[int, set[tuple[int, ...]]] = {}
+    for numbers, place, _ in parts:
+        per_place.setdefault(place, set()).add(tuple(numbers))
+    varying = [
+        index
+        for index in range(len(columns))
+        if any(len({numbers[index] for numbers in group}) > 1 for group in per_place.values())
+    ]
+    return [([numbers[index] for index in varying], place, key) for numbers, place, key in parts]
+
+
+def _lies_in_a_row(converter: Any, loading: Any) -> bool:
+    """Whether a parameter is its checkpoint tensors one after another: experts stacked, and gate and up beside."""
+    operations = converter.operations
+    stacked = bool(operations) and isinstance(operations[0], loading.MergeModulelist) and operations[0].dim == 0
+    if not stacked or len(converter.target_patterns) != 1:
+        return False
+    if len(operations) == 1:
+        return len(converter.source_patterns) == 1
+    beside = isinstance(operations[1], loading.Concatenate) and operations[1].dim == 1
+    return len(operations) == 2 and beside
 
 
 def cut_layers(config: Any, num_layers: int) -> None:
