@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +67,9 @@ def _measure(
     copied = _within(_COPY_BYTES, room_bytes // 16)
     host = torch.ones(copied, dtype=torch.uint8)
     there = torch.ones(copied, dtype=torch.uint8, device=device)
-    read, write = _disk_rates(paths, _within(_DISK_BYTES, room_bytes // 8)) if paths else (1e18, 1e18)
+    read, write, together = 1e18, 1e18, 1.0
+    if paths:
+        read, write, together = _disk_rates(paths, _within(_DISK_BYTES, room_bytes // 8))
     return HardwareSpec(
         device.type,
         block_flops(device, dtype, rows, hidden),
@@ -77,6 +80,7 @@ def _measure(
         _update_rate(form, _within(1 << 22, room_bytes // 128)),
         copied / best_seconds(lambda: sum_squares(host.view(torch.float32), os.cpu_count() or 1)),
         cores_shared=device.type == "cpu",
+        disk_together=together,
     )
 
 
@@ -153,9 +157,10 @@ def _update_rate(form: StateFormat, elements: int) -> float:
     return elements / best_seconds(lambda: update_range(arrays, hyper, 1.0, os.cpu_count() or 1))
 
 
-def _disk_rates(paths: tuple[Path, ...], num_bytes: int = _DISK_BYTES) -> tuple[float, float]:
-    """Read and write bandwidth of all paths together, with the engine that training uses."""
-    engine = DiskEngine()
+def _disk_rates(paths: tuple[Path, ...], num_bytes: int = _DISK_BYTES) -> tuple[float, float, float]:
+    """Read and write bandwidth of all paths together, with the engines that training uses, and the share of them that
+    is left when both go on at once."""
+    engine, other = DiskEngine(), DiskEngine()
     buffer = Arena(num_bytes).buffer
     buffer.fill_(1)
     share = max(num_bytes // len(paths) >> 12, 1) << 12  # whole pages, for O_DIRECT
@@ -166,6 +171,7 @@ def _disk_rates(paths: tuple[Path, ...], num_bytes: int = _DISK_BYTES) -> tuple[
         transfers = [Transfer(fd, buffer.data_ptr() + index * share, 0, share) for index, (_, fd) in enumerate(files)]
         write = best_seconds(lambda: engine.run(transfers, is_write=True), 2)
         read = best_seconds(lambda: engine.run(transfers, is_write=False), 2)
+        both = _seconds_together(engine, other, transfers, read, write)
     except OSError as error:
         where = ", ".join(str(path) for path in paths)
         raise DiskError(
@@ -173,10 +179,33 @@ def _disk_rates(paths: tuple[Path, ...], num_bytes: int = _DISK_BYTES) -> tuple[
         ) from error
     finally:
         engine.close()
+        other.close()
         for file, fd in files:
             os.close(fd)
             file.unlink(missing_ok=True)
-    return len(paths) * share / read, len(paths) * share / write
+    moved = len(paths) * share
+    return moved / read, moved / write, min(max(max(read, write) / both, 0.5), 1.0)
+
+
+def _seconds_together(
+    reading: DiskEngine, writing: DiskEngine, transfers: list[Transfer], read: float, write: float
+) -> float:
+    """Until both are over, when each does what takes it as long as the other alone. (A write of what is read meanwhile:
+    its content does not matter.)"""
+    slower = max(read, write)
+    times_read, times_write = max(round(slower / read), 1), max(round(slower / write), 1)
+
+    def repeat(engine: DiskEngine, times: int, is_write: bool) -> None:
+        for _ in range(times):
+            engine.run(transfers, is_write)
+
+    def both() -> None:
+        thread = threading.Thread(target=repeat, args=(writing, times_write, True))
+        thread.start()
+        repeat(reading, times_read, False)
+        thread.join()
+
+    return best_seconds(both, 2)
 
 
 def measure_shares(paths: tuple[Path, ...]) -> tuple[int, ...]:
@@ -186,7 +215,7 @@ def measure_shares(paths: tuple[Path, ...]) -> tuple[int, ...]:
         _make(path)
     if len({path.stat().st_dev for path in paths}) < len(paths) or len(paths) == 1:
         return (1,) * len(paths)
-    rates = [1 / (1 / read + 1 / write) for read, write in (_disk_rates((path,)) for path in paths)]
+    rates = [1 / (1 / read + 1 / write) for read, write, _ in (_disk_rates((path,)) for path in paths)]
     fastest = max(rates)
     shares = [max(1, round(_MOST_SHARES * rate / fastest)) for rate in rates]
     if min(shares) >= _MOST_SHARES - 1:

@@ -66,9 +66,10 @@ def simulate(ops: tuple[Op, ...], pools: tuple[Pool, ...], hardware: HardwareSpe
 
 
 def _rate(lane: str, running: dict[str, tuple[Op, float, float]], hardware: HardwareSpec) -> float:
-    for group, shared in ((_CORES, hardware.cores_shared), (_DISK, hardware.disk_shared)):
-        if shared and lane in group:
-            return 1.0 / sum(other in group for other in running)
+    if lane in _DISK and all(other in running for other in _DISK):
+        return hardware.disk_together
+    if hardware.cores_shared and lane in _CORES:
+        return 1.0 / sum(other in _CORES for other in running)
     return 1.0
 
 

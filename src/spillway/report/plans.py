@@ -67,7 +67,8 @@ def print_machine(console: Console, machine: Machine) -> None:
     table = Table(title=machine.name, title_justify="left", show_header=False)
     table.add_row("device", f"{rates.device}, a transformer block at {rates.device_flops_per_s / 1e12:.2f} TFLOP/s")
     table.add_row("upload, download", f"{_rate(rates.upload_bytes_per_s)}, {_rate(rates.download_bytes_per_s)}")
-    table.add_row("drives, read and write", f"{_rate(rates.read_bytes_per_s)}, {_rate(rates.write_bytes_per_s)}")
+    drives = f"{_rate(rates.read_bytes_per_s)}, {_rate(rates.write_bytes_per_s)}"
+    table.add_row("drives, read and write", f"{drives}; {rates.disk_together:.0%} of each at once")
     table.add_row("update", f"{rates.update_params_per_s / 1e9:.2f} G parameters/s")
     table.add_row("host memory", f"one pass at {_rate(rates.host_bytes_per_s)}")
     sizes = (machine.device_bytes, machine.host_bytes, machine.disk_bytes)

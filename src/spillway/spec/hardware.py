@@ -16,9 +16,10 @@ class HardwareSpec:
     update_params_per_s: float  # AdamW with every core
     host_bytes_per_s: float  # a pass of plain reading, such as the gradient norm
     # Lanes that share a resource slow each other down: on the CPU as device, compute, update and copies share the
-    # cores; reads and writes share the drives.
+    # cores. Reads and writes share the drives: the share of its own rate that each keeps while the other runs, between
+    # 0.5 (one at a time, as the papers have it) and 1 (both at once).
     cores_shared: bool = False
-    disk_shared: bool = True
+    disk_together: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,162 @@
+"""How wrong is the plan? Predicted and measured step time and peak memory, in cases with different bottlenecks.
+
+    python benchmarks/prediction.py [--steps 6] [--directory DIR] [--json FILE] [--check]
+
+The demo's 128M-parameter Llama, trained through the command line in fresh processes on the CPU. Where cgroup v1 can be
+written (as root) two cases throttle the drive. Targets: step time within 10 %, peak host memory within 5 %.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from spillway.spec.sizes import format_seconds, format_size
+
+DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
+BLKIO = Path("/sys/fs/cgroup/blkio")
+STEP_TARGET, PEAK_TARGET = 0.10, 0.05
+_FEW = ["--per-device-train-batch-size", "1", "--max-length", "32"]
+_SOME = ["--per-device-train-batch-size", "2", "--max-length", "256"]
+_FAR = ["--weights", "disk", "--states", "disk"]
+_NEAR = ["--weights", "host", "--states", "host"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options of a run; `throttle` in bytes per second each way, 0 for none; `stores` how many store paths."""
+
+    name: str
+    options: tuple[str, ...]
+    throttle: int = 0
+    stores: int = 1
+
+
+CASES = (
+    Case("compute: everything in memory", (*_SOME, *_NEAR)),
+    Case("update: short rows, in memory, overlapped", (*_FEW, *_NEAR, "--max-grad-norm", "0")),
+    Case("disk: short rows, everything on disk", (*_FEW, *_FAR, "--host-memory", "1200MB")),
+    Case("disk and compute, 800 MB of memory", (*_SOME, "--host-memory", "800MB")),
+    Case("disk, two store paths", (*_FEW, *_FAR, "--host-memory", "1200MB"), stores=2),
+    Case("disk throttled to 500 MB/s", (*_FEW, *_FAR, "--host-memory", "1200MB"), throttle=500_000_000),
+    Case("disk throttled to 500 MB/s, 8-bit states",
+         (*_FEW, *_FAR, "--host-memory", "1200MB", "--optim", "adamw_8bit"), throttle=500_000_000),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds and bytes."""
+
+    name: str
+    predicted_s: float
+    measured_s: float
+    predicted_peak: int
+    measured_peak: int
+    bottleneck: str
+
+    @property
+    def step_error(self) -> float:
+        """Relative to what was measured."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def peak_error(self) -> float:
+        """Relative to what was measured."""
+        return self.predicted_peak / self.measured_peak - 1
+
+
+def make_throttle(directory: Path, bytes_per_s: int) -> Path | None:
+    """A cgroup whose members read and write the drive under `directory` no faster, or None where there is none."""
+    group = BLKIO / f"spillway-prediction-{os.getpid()}"
+    device = os.stat(directory).st_dev
+    # Throttles are set on whole drives; a partition's number is not taken.
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        group.mkdir()
+        for way in ("read", "write"):
+            (group / f"blkio.throttle.{way}_bps_device").write_text(f"{number} {bytes_per_s}")
+    except OSError:
+        if group.exists():
+            group.rmdir()
+        return None
+    return group
+
+
+def run(case: Case, directory: Path, steps: int) -> Result | None:
+    """Train in a child; None where the case needs a throttle that cannot be had."""
+    group = make_throttle(directory, case.throttle) if case.throttle else None
+    if case.throttle and group is None:
+        return None
+    work = Path(tempfile.mkdtemp(prefix="run-", dir=directory))
+    out = work / "run"
+    command = [sys.executable, "-m", "spillway.cli.main", "train", str(directory / "llama-128m")]
+    command += [str(directory / "text"), "-o", str(out), "--device", "cpu", "--max-steps", str(steps), "--json"]
+    command += [*case.options, "--save-steps", "100000"]
+    for number in range(case.stores):
+        command += ["--store", str(work / f"store-{number}")]
+
+    def enter() -> None:
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=enter)
+        if done.returncode != 0:
+            raise RuntimeError(f"{case.name}: {done.stderr[-2000:]}")
+        summary = json.loads(done.stdout)
+        bottleneck = json.loads((out / "plan.json").read_text())["bottleneck"]
+    finally:
+        shutil.rmtree(work)
+        if group is not None:
+            group.rmdir()
+    return Result(
+        case.name,
+        summary["predicted_step_s"],
+        summary["measured_step_s"],
+        summary["predicted_peaks"]["host"],
+        summary["measured_peaks"]["host"],
+        bottleneck,
+    )
+
+
+def main() -> int:
+    """Print the table; with --check, 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--directory", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+        subprocess.run([sys.executable, str(DEMO), directory], check=True, capture_output=True)
+        for case in CASES:
+            found = run(case, Path(directory), given.steps)
+            if found is None:
+                print(f"{case.name:45} cannot be throttled here")
+                continue
+            results.append(found)
+            print(
+                f"{found.name:45} {found.bottleneck:8} step {format_seconds(found.predicted_s):>7} predicted, "
+                f"{format_seconds(found.measured_s):>7} measured ({found.step_error:+.0%}) · peak "
+                f"{format_size(found.predicted_peak)} predicted, {format_size(found.measured_peak)} measured "
+                f"({found.peak_error:+.0%})",
+                flush=True,
+            )
+    if given.json:
+        given.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    missed = [f"{r.name}: step time {r.step_error:+.0%}" for r in results if abs(r.step_error) > STEP_TARGET]
+    missed += [f"{r.name}: peak {r.peak_error:+.0%}" for r in results if abs(r.peak_error) > PEAK_TARGET]
+    for line in missed:
+        print(f"missed: {line}")
+    return 1 if given.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
