@@ -15,6 +15,7 @@ from spillway.spec.errors import DiskError
 from spillway.spec.hardware import HardwareSpec
 from spillway.spec.state import StateFormat
 from spillway.store.arena import Arena
+from spillway.store.checks import ExtentChecks
 from spillway.store.layout import lay_out
 
 _COPY_BYTES = 64 << 20
@@ -77,7 +78,7 @@ def _measure(
         copied / best_seconds(lambda: copy(host, there)),
         read,
         write,
-        _update_rate(form, _within(1 << 22, room_bytes // 128)),
+        _update_rate(form, _within(1 << 22, room_bytes // 128), with_checksums=bool(paths)),
         copied / best_seconds(lambda: sum_squares(host.view(torch.float32), os.cpu_count() or 1)),
         cores_shared=device.type == "cpu",
         disk_together=together,
@@ -134,8 +135,8 @@ def _within(wanted: int, room: int) -> int:
     return max(min(wanted, room) >> 20, 1) << 20
 
 
-def _update_rate(form: StateFormat, elements: int) -> float:
-    """Parameters a second, with bfloat16 weights and gradients."""
+def _update_rate(form: StateFormat, elements: int, with_checksums: bool) -> float:
+    """Parameters a second, with bfloat16 weights and gradients, and with the checksums of what goes to disk."""
     layout = lay_out([("probe", (elements,), torch.bfloat16, True)], form)
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
@@ -154,7 +155,15 @@ def _update_rate(form: StateFormat, elements: int) -> float:
         torch.ones(elements, dtype=torch.bfloat16),
     )
     hyper = Hyper(1e-5, 0.9, 0.999, 1e-8, 0.0, 1)
-    return elements / best_seconds(lambda: update_range(arrays, hyper, 1.0, os.cpu_count() or 1))
+    checks, content = ExtentChecks(layout), torch.zeros(layout.extent_bytes if with_checksums else 0, dtype=torch.uint8)
+    threads = os.cpu_count() or 1
+
+    def update() -> None:
+        update_range(arrays, hyper, 1.0, threads)
+        if with_checksums:
+            checks.feed(0, content, threads)
+
+    return elements / best_seconds(update)
 
 
 def _disk_rates(paths: tuple[Path, ...], num_bytes: int = _DISK_BYTES) -> tuple[float, float, float]:
@@ -184,7 +193,7 @@ def _disk_rates(paths: tuple[Path, ...], num_bytes: int = _DISK_BYTES) -> tuple[
             os.close(fd)
             file.unlink(missing_ok=True)
     moved = len(paths) * share
-    return moved / read, moved / write, min(max(max(read, write) / both, 0.5), 1.0)
+    return moved / read, moved / write, min(max(max(read, write) / both, 0.25), 1.0)
 
 
 def _seconds_together(

@@ -16,8 +16,8 @@ class HardwareSpec:
     update_params_per_s: float  # AdamW with every core
     host_bytes_per_s: float  # a pass of plain reading, such as the gradient norm
     # Lanes that share a resource slow each other down: on the CPU as device, compute, update and copies share the
-    # cores. Reads and writes share the drives: the share of its own rate that each keeps while the other runs, between
-    # 0.5 (one at a time, as the papers have it) and 1 (both at once).
+    # cores. Reads and writes share the drives: the share of its own rate that each keeps while the other runs, from 0.5
+    # (one at a time, as the papers have it; less where they disturb each other) to 1 (both at once).
     cores_shared: bool = False
     disk_together: float = 0.5
 
