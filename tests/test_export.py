@@ -1,6 +1,7 @@
 """Saved points on their way out, and what verify says of them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,40 @@ def test_narrow_states_train_and_export_from_float32_sources(tmp_path: Path) -> 
     for name, weight in wide.items():
         torch.testing.assert_close(narrow[name].float(), weight, rtol=2**-8, atol=0)
         assert not (weight.view(torch.int32) & 0xFF).any(), "a master has more than 24 bits"
+
+
+def test_a_run_that_was_moved_is_verified_and_exported(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(trained, moved)
+    (trained / "store").rename(tmp_path / "away")
+    try:
+        monkeypatch.chdir("/")
+        assert run(["verify", str(moved)]) == 0
+        assert run(["export", str(moved), str(tmp_path / "out")]) == 0
+    finally:
+        (tmp_path / "away").rename(trained / "store")
+
+
+def test_what_was_exported_before_in_other_pieces_does_not_stay(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "mine.safetensors"):
+        (out / name).write_bytes(b"old")
+    assert run(["export", str(trained), str(out)]) == 0
+    assert sorted(file.name for file in out.glob("*.safetensors")) == ["mine.safetensors", "model.safetensors"]
+
+
+def test_a_model_with_fewer_positions_and_dropout_is_verified(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = directories.make_model(tmp_path / "gpt2", architecture="gpt2")
+    data = directories.make_texts(tmp_path / "texts.jsonl")
+    out = tmp_path / "run"
+    flags = "--per-device-train-batch-size 1 --gradient-accumulation-steps 2 --dtype float32 --max-steps 2 --device cpu"
+    assert run(["train", str(model), str(data), "-o", str(out), *flags.split()]) == 0
+    assert run(["verify", str(out), "--against-resident", "2"]) == 0
+    assert run(["plan", str(model), str(data), "--hardware", "rtx4090+990pro"]) == 0
 
 
 def test_an_earlier_point_is_exported_by_its_step(

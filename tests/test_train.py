@@ -130,10 +130,22 @@ def test_a_run_stops_when_its_drive_was_written_enough_and_goes_on_when_it_may(
     assert "all that --max-writes allows" in " ".join(capsys.readouterr().err.split())
     steps = len(metrics(out))
     assert 1 < steps < 8
+    assert run(arguments(model, data, out, *flags, "--max-writes", str(total // 2))) == 5, "it goes on without end"
+    assert len(metrics(out)) == steps
     assert run(arguments(model, data, out, *flags)) == 0
     assert losses(out) == losses(whole)
     (written,) = metrics(out)[-1]["written_bytes"].values()
     assert written > metrics(out)[steps - 1]["written_bytes"].popitem()[1]
+
+
+def test_a_run_saved_by_its_end_is_not_started_over_when_its_store_is_gone(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run(arguments(model, data, out, "--max-steps", "2", "--states", "host")) == 0
+    shutil.rmtree(out / "store")
+    assert run(arguments(model, data, out, "--max-steps", "4", "--states", "host")) == 5
+    assert "had step 2 saved" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_finished_run_may_be_given_more_steps(model: Path, data: Path, tmp_path: Path) -> None:

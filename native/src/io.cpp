@@ -166,7 +166,9 @@ class RingEngine final : public Engine {
     io_uring_params params;
     std::memset(&params, 0, sizeof params);
     fd_ = int(syscall(__NR_io_uring_setup, depth, &params));
-    if (fd_ < 0 || !(params.features & IORING_FEAT_SINGLE_MMAP)) return false;
+    if (fd_ < 0 || !(params.features & IORING_FEAT_SINGLE_MMAP) ||
+        !(params.features & IORING_FEAT_RW_CUR_POS))  // Linux 5.6: the first with plain reads and writes
+      return false;
     depth_ = params.sq_entries;
     const size_t sq_bytes = params.sq_off.array + params.sq_entries * sizeof(unsigned);
     const size_t cq_bytes = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);

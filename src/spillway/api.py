@@ -31,8 +31,8 @@ from spillway.spec.model import ModelProfile
 from spillway.spec.plan import LAST_POINT, KeepPoints, Placement, Plan
 from spillway.spec.sizes import format_size, parse_size
 from spillway.spec.state import StateFormat
-from spillway.store.disk import Geometry, free_on
-from spillway.store.manifest import manifest_files
+from spillway.store.disk import Geometry, free_on, refuse_foreign
+from spillway.store.manifest import load_manifests, manifest_files
 from spillway.store.move import find_geometry, move
 from spillway.store.placed import PlacedStore
 
@@ -273,6 +273,7 @@ def save_pretrained(
     parts = prepared(model)
     session, path = parts.session, Path(directory)
     session.settle()
+    _refuse_unfinished(session)
     if not session.is_open:
         session.open()
     save_weights(
@@ -289,6 +290,13 @@ def save_pretrained(
     return path
 
 
+def _refuse_unfinished(session: Session) -> None:
+    if not session.is_intact:
+        raise UsageError("a step failed after it had changed weights in memory: resume from the last saved point")
+    if session.awaits_step:
+        raise UsageError("backward has run and the step is not finished: call optimizer.step() first")
+
+
 def save_point(model: nn.Module) -> int:
     """Make the last finished step a saved point that `prepare(..., resume=True)` goes on from, wherever states rest.
     (Where all of them rest on disk every step is one by itself.) Returns the step. Raises UsageError without a store,
@@ -299,6 +307,7 @@ def save_point(model: nn.Module) -> int:
     parts.session.settle()
     if not parts.session.is_open:
         parts.session.open()
+    _refuse_unfinished(parts.session)
     if parts.optimizer.num_steps == 0:
         raise UsageError("nothing was trained yet: there is no step to save")
     parts.points.save(parts.session.store, parts.optimizer.num_steps)
@@ -308,10 +317,12 @@ def save_point(model: nn.Module) -> int:
 def close(model: nn.Module) -> None:
     """Release memory, files and locks of a prepared model; saved points stay."""
     parts = prepared(model)
-    if parts.session.is_running:
-        parts.session.settle()
-        parts.points.settle(parts.session.store)
-    parts.session.close()
+    try:
+        if parts.session.is_running:
+            parts.session.settle()
+            parts.points.settle(parts.session.store)
+    finally:
+        parts.session.close()
 
 
 def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -445,7 +456,7 @@ def _find_geometry(
     points: SavedPoints, paths: tuple[Path, ...], resume: bool | str | os.PathLike[str]
 ) -> Geometry | None:
     """How the store is cut over its drives: as it was, or, for a new or moved one, by their measured speed."""
-    named = Path(resume) if isinstance(resume, (str, os.PathLike)) else None
+    named = Path(resume).expanduser().resolve() if isinstance(resume, (str, os.PathLike)) else None
     if not paths:
         if resume:
             raise UsageError("resume= needs store=: the directories that training goes on in")
@@ -453,15 +464,17 @@ def _find_geometry(
     elsewhere = named is not None and named.resolve() != paths[0].resolve()
     if elsewhere and manifest_files(paths[0]):
         raise UsageError(f"{paths[0]} holds another run than {named}: choose an empty store to move that one to")
-    directory = points.directory = named or paths[0]
+    directory = points.directory = named or _holder(paths)
     found = points.find(bool(resume))
     if not found:
         if named is not None:
             raise UsageError(f"there is no saved point in {named} to resume from")
+        refuse_foreign(paths)
         return Geometry(tuple(map(str, paths)), measure_shares(paths))
     geometry = find_geometry(directory, found[0], paths)
     if geometry is None:
         whole = points.first_whole()
+        refuse_foreign(tuple(path for path in paths if str(path) not in whole.geometry.paths))
         move(directory, whole, paths, measure_shares(paths))
         points.directory = paths[0]
         geometry = points.find(True)[0].geometry
@@ -469,11 +482,24 @@ def _find_geometry(
     return geometry
 
 
+def _holder(paths: tuple[Path, ...]) -> Path:
+    """The path with the manifests: the first, or another where the order was changed. Raises UsageError where another
+    path holds a run of other paths."""
+    for path in paths[1:]:
+        found = load_manifests(path)[0]
+        if not found:
+            continue
+        if {Path(was).resolve() for was in found[0].geometry.paths} == set(paths):
+            return path
+        raise UsageError(f"{path} holds step {found[0].step} of another run: choose other store paths")
+    return paths[0]
+
+
 def _store_paths(store: Any) -> tuple[Path, ...]:
     if store is None:
         return ()
     given = [store] if isinstance(store, (str, os.PathLike)) else list(store)
-    return tuple(Path(path) for path in given)
+    return tuple(Path(path).expanduser().resolve() for path in given)
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -18,6 +18,7 @@ from spillway.integrations.huggingface import (
     cut_layers,
     find_directory,
     gpt2_config,
+    max_positions,
 )
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.optim.config import NAMED, Settings, settings_of, state_format
@@ -83,14 +84,15 @@ class Question:
         """Of a step with so many rows (as many as the options say), and of so many blocks. Rows that are accumulated
         are computed one micro-batch after another inside each unit, as `train` does."""
         options = self.options
+        length = fitting_length(options)
         rows = rows or options.per_device_train_batch_size * options.gradient_accumulation_steps
         settings = settings or self.settings()
         form = state_format(settings)
         micro = min(options.per_device_train_batch_size, rows)
-        key = (rows, micro, layers, repr(form), options.max_length)
+        key = (rows, micro, layers, repr(form), length)
         if key not in self._profiles:
-            model = build(self.options.model, as_dtype(self.options.dtype), layers, self.options.max_length)
-            self._profiles[key] = model_profiler(model, form, rows, self.options.max_length, micro)
+            model = build(self.options.model, as_dtype(self.options.dtype), layers, length)
+            self._profiles[key] = model_profiler(model, form, rows, length, micro)
         return self._profiles[key]
 
     def plan(self, machine: Machine, profile: ModelProfile, options: TrainOptions | None = None) -> Plan:
@@ -108,15 +110,22 @@ class Question:
         return make_plan(profile, machine.hardware, self.budget(machine), request)
 
 
+def fitting_length(options: TrainOptions) -> int:
+    """--max-length, or what the model has positions for."""
+    if options.model.lower() in GPT_SHAPES:
+        return options.max_length
+    return min(options.max_length, max_positions(find_directory(options.model)) or options.max_length)
+
+
 def count_steps(options: TrainOptions, reporter: Reporter) -> int:
     """Optimizer steps of the run, where the options or the data say so; otherwise 0."""
     if options.max_steps > 0 or not options.data:
         return max(options.max_steps, 0)
-    tokenizer = load_tokenizer(find_directory(options.model))
+    tokenizer, length = load_tokenizer(find_directory(options.model)), fitting_length(options)
     with reporter.counting("reading data") as counter:
-        encoded = encode_files(options.data, tokenizer, options.max_length, counter.reach)
+        encoded = encode_files(options.data, tokenizer, length, counter.reach)
     rows = options.per_device_train_batch_size * options.gradient_accumulation_steps
-    batches = Batches(encoded.samples, rows, options.max_length, options.seed, options.packing, pad_id(tokenizer))
+    batches = Batches(encoded.samples, rows, length, options.seed, options.packing, pad_id(tokenizer))
     return max(math.ceil(options.num_train_epochs * batches.per_epoch()), 1)
 
 

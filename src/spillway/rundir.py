@@ -18,6 +18,8 @@ from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.options import TrainOptions
 from spillway.store.manifest import Manifest, load_manifests, manifest_files
 
+_SAVED = "saved-step"
+
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
@@ -59,14 +61,17 @@ def is_free(run: Path) -> bool:
     return True
 
 
-def steps_shown(run: Path) -> tuple[int, bool]:
-    """Steps in the metrics of a run, and whether each of them was a saved point."""
-    losses = losses_shown(run)
+def note_saved(run: Path, step: int) -> None:
+    """Remember in the run directory that a saved point was made, wherever its store is."""
+    (run / _SAVED).write_text(f"{step}\n")
+
+
+def saved_step(run: Path) -> int:
+    """The last step that was saved; 0 for none."""
     try:
-        units = json.loads((run / "plan.json").read_text())["placement"]["units"]
-    except (OSError, ValueError, KeyError):
-        return len(losses), False
-    return len(losses), all(unit["states"] in ("disk", "none") for unit in units)
+        return int((run / _SAVED).read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def losses_shown(run: Path, last_step: int | None = None) -> list[float]:
@@ -119,4 +124,10 @@ def open_run(run: Path) -> SavedRun:
     units = find_units(model, state_format(settings_of(options)))
     if good[0].model_fingerprint != fingerprint(units):
         raise DiskError(f"{directory} was saved from another model than {options.model} now is: bring that model back")
-    return SavedRun(options, model, units, tuple(good), tuple(bad))
+    return SavedRun(options, model, units, tuple(_located(point, directory) for point in good), tuple(bad))
+
+
+def _located(point: Manifest, directory: Path) -> Manifest:
+    """The saved point with its first part where it was found: the run may have been moved."""
+    geometry = replace(point.geometry, paths=(str(directory.resolve()), *point.geometry.paths[1:]))
+    return replace(point, geometry=geometry) if geometry.files()[0].exists() else point

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from spillway import native
-from spillway.api import Prepared, as_dtype, close, load, prepare, prepared, save_pretrained
+from spillway.api import Prepared, as_dtype, close, load, persistent_buffers, prepare, prepared, save_pretrained
 from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.data import Batches, DataPosition, Encoded, encode_files
@@ -31,7 +31,7 @@ from spillway.report.chrome import write_chrome_trace
 from spillway.report.metrics import MetricsFile, StepMetrics, sum_lanes
 from spillway.report.progress import Reporter, StepLine
 from spillway.report.tables import RunSummary, print_plan, print_summary
-from spillway.rundir import is_free, losses_shown, steps_shown, store_directories, where_saved
+from spillway.rundir import is_free, losses_shown, note_saved, saved_step, store_directories, where_saved
 from spillway.spec.errors import BudgetWarning, DiskError, Interrupted, NonFinite, UsageError
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
@@ -129,6 +129,8 @@ class _Run:
                 say(f"note: {note.message}")
         self._model = model
         self._parts: Prepared = prepared(model)
+        self._parts.points.at_commit = lambda: {"written": json.dumps(self._written())}
+        self._parts.points.on_commit = lambda step: note_saved(self._directory, step)
         if self._parts.unexpected:
             names = ", ".join(self._parts.unexpected[:3]) + (", ..." if len(self._parts.unexpected) > 3 else "")
             say(f"warning: {directory} has {len(self._parts.unexpected)} tensors this model has no use for: {names}")
@@ -202,10 +204,10 @@ class _Run:
 
     def _refuse_lost_store(self) -> None:
         """Steps were saved and their store is empty: a drive is not mounted, and starting over would bury the run."""
-        steps, every_step = steps_shown(self._directory)
-        if steps and (every_step or steps >= self._options.save_steps):
+        steps, saved = len(losses_shown(self._directory)), saved_step(self._directory)
+        if saved:
             raise DiskError(
-                f"{self._directory} shows {steps} steps and {self._stores[0]} holds no saved point: is its drive "
+                f"{self._directory} had step {saved} saved and {self._stores[0]} holds no saved point: is its drive "
                 f"mounted? To start over, remove {self._directory}"
             )
         if steps:
@@ -263,6 +265,7 @@ class _Run:
             name: {"value": to_json(getattr(self._options, name)), "origin": self._origins.get(name, "default")}
             for name in TrainOptions.__dataclass_fields__
         }
+        values["max_length"]["value"] = self._max_length
         values["update"] = {"value": self._plan.placement.update, "origin": self._chosen("update")}
         (self._directory / "config.json").write_text(json.dumps(values, indent=2))
 
@@ -276,6 +279,8 @@ class _Run:
         """Write, read back and compare a part of the model as it will be written at the end, and see that the rest has
         room. Raises DiskError."""
         session = self._parts.session
+        if self._model is None:
+            raise AssertionError("the run is not set up")
         need, have = weights_bytes(session.units), free_bytes(self._directory)
         if need > have:
             raise DiskError(
@@ -286,7 +291,7 @@ class _Run:
         index = min(range(len(session.units)), key=lambda unit: session.units[unit].layout.weight_bytes)
         unit = session.units[index]
         source = StoreBytes(session.store)
-        names = save_weights(source, session.units, {}, trial, only=index)
+        names = save_weights(source, session.units, persistent_buffers(self._model), trial, only=index)
         written = load_file(trial / names[0])
         for place in unit.layout.places:
             if not torch.equal(
@@ -317,6 +322,7 @@ class _Run:
         try:
             with self._reporter.training(self._total, progress.step) as line:
                 while progress.step < self._total:
+                    self._refuse_more_writes()
                     self._step(schedule, metrics, line, watch)
                     if stop.asked:
                         self._save_point()
@@ -324,7 +330,6 @@ class _Run:
                             f"interrupted after step {progress.step} of {self._total}, which is saved: the same "
                             f"command goes on from there"
                         )
-                    self._refuse_more_writes()
                     if progress.step % options.save_steps == 0:
                         self._save_point(background=True)
         finally:
@@ -435,8 +440,7 @@ class _Run:
 
     def _run_state(self, next_batch: DataPosition, first_loss: list[float], last: dict[str, Any]) -> dict[str, str]:
         position = {"epoch": next_batch.epoch, "index": next_batch.index, "losses": first_loss, "last": last}
-        written = json.dumps(self._written())
-        return {"position": json.dumps(position), "identity": json.dumps(self._identity), "written": written}
+        return {"position": json.dumps(position), "identity": json.dumps(self._identity)}
 
     def _save_point(self, background: bool = False) -> None:
         if self._progress.step > 0:

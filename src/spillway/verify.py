@@ -9,6 +9,7 @@ import psutil
 import torch
 from torch import nn
 
+from spillway import native
 from spillway.api import as_dtype, close, load, prepare, prepared, read_parameters
 from spillway.checkpoint.saved import SavedPoint
 from spillway.data import Batches, DataPosition, encode_files
@@ -58,6 +59,10 @@ def verify_points(run: Path, reporter: Reporter) -> list[PointCheck]:
     found = [PointCheck(0, 0, text) for text in saved.damaged]
     for manifest in saved.points:
         problem = ""
+        if manifest.checksum != native.checksum_name():
+            kind = f"{manifest.checksum}, and this installation computes {native.checksum_name()}"
+            found.append(PointCheck(manifest.step, total, f"step {manifest.step} cannot be checked: it has {kind}"))
+            continue
         with reporter.counting(f"checking step {manifest.step}", total) as counter:
             try:
                 with SavedPoint(manifest, saved.units) as point:
@@ -147,7 +152,7 @@ def _streamed(
             states=options.states,
         )
         try:
-            model.train()
+            _drop_nothing(model.train())
             device = prepared(model).session.device.torch_device
             losses = []
             for batch in data:
@@ -167,7 +172,7 @@ def _resident(
     """Plain PyTorch: fp32 masters beside bfloat16 weights, gradients clipped by their norm, torch.optim.AdamW."""
     torch.manual_seed(options.seed)
     torch.set_num_threads(psutil.cpu_count(logical=False) or torch.get_num_threads())
-    model = build_resident(find_directory(options.model), CAUSAL_LM, dtype, layers).train()
+    model = _drop_nothing(build_resident(find_directory(options.model), CAUSAL_LM, dtype, layers).train())
     params = dict(model.named_parameters())
     masters = {name: nn.Parameter(param.detach().float()) for name, param in params.items()}
     settings = _exact(options)
@@ -192,6 +197,17 @@ def _resident(
         losses.append(float(loss.detach()))
         progress(1)
     return losses, {name: param.detach() for name, param in params.items()}
+
+
+def _drop_nothing(model: nn.Module) -> nn.Module:
+    """Without dropout: the two would draw other masks, and differ by them alone."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+                setattr(module, name, 0.0)
+    return model
 
 
 def _exact(options: TrainOptions) -> AdamW:

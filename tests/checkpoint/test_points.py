@@ -265,3 +265,88 @@ def test_a_point_that_could_not_be_written_leaves_the_one_before(
     run = Run(tmp_path, resume=True)
     assert run.optimizer.num_steps == 4
     assert same(run.train(6).end(), expected)
+
+
+def test_a_drive_that_holds_a_part_of_another_run_is_never_emptied(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    Run([a, b]).train(3).end()
+    with pytest.raises(UsageError, match="part of the run that is saved in"):
+        Run(b)
+    with pytest.raises(UsageError, match="holds step 3 of another run"):
+        Run([c, a])
+    Run(c).train(1).end()
+    with pytest.raises(UsageError, match="part of the run that is saved in"):
+        Run([c, b], resume=True)
+    run = Run([b, a], resume=True)  # the same drives in another order
+    assert run.optimizer.num_steps == 3 and same(run.train(6).end(), expected)
+
+
+def test_a_point_is_not_saved_twice(tmp_path: Path) -> None:
+    run = Run(tmp_path, states="host", weights="disk").train(2)
+    parts = prepared(run.model)
+    parts.points.save(parts.session.store, 2, background=True)
+    parts.points.save(parts.session.store, 2)
+    assert [point.step for point in parts.points.found] == [2]
+    run.train(5)
+    parts.points.save(parts.session.store, 5)
+    run.train(8).end()
+    assert [step for step, _ in manifest_files(tmp_path)] == [8, 5]
+    flip_bit(tmp_path, 1, 4096)
+    run = Run(tmp_path, resume=True)
+    assert run.optimizer.num_steps == 5
+    spillway.close(run.model)
+
+
+def test_an_unfinished_step_cannot_be_saved(tmp_path: Path) -> None:
+    run = Run(tmp_path, states="host", weights="host").train(1)
+    models.loss_of(run.model(**run.batch(1))).backward()
+    for save in (lambda: spillway.save_point(run.model), lambda: spillway.save_pretrained(run.model, tmp_path / "out")):
+        with pytest.raises(UsageError, match="call optimizer.step"):
+            save()
+    run.optimizer.step()
+    assert spillway.save_point(run.model) == 2
+    spillway.close(run.model)
+
+
+def test_saving_goes_on_after_it_failed_before_anything_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, torch.Tensor]
+) -> None:
+    run = Run(tmp_path, states="host", weights="host").train(2)
+    spillway.save_point(run.model)
+    run.train(3)
+    store = prepared(run.model).session.store
+
+    def broken(*_: object) -> torch.Tensor:
+        raise DiskError("no staging")
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "staging", broken)
+            with pytest.raises(DiskError, match="no staging"):
+                spillway.save_point(run.model)
+    assert spillway.save_point(run.model) == 3
+    spillway.close(run.model)
+    assert same(Run(tmp_path, resume=True).train(6).end(), expected)
+
+
+def test_an_older_point_is_taken_even_where_fewer_are_kept_from_now_on(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    Run(tmp_path, keep=KeepPoints(3, True)).train(4).end()
+    flip_bit(tmp_path, 1, 4096)
+    run = Run(tmp_path, resume=True, keep=KeepPoints(1, True))
+    assert run.optimizer.num_steps == 3
+    assert [step for step, _ in manifest_files(tmp_path)] == [3]
+    assert same(run.train(6).end(), expected)
+
+
+def test_a_store_may_be_named_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, torch.Tensor]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Run(Path("a")).train(3).end()
+    monkeypatch.chdir("/")
+    run = Run([tmp_path / "a", tmp_path / "b"], resume=tmp_path / "x" / ".." / "a")
+    assert same(run.train(6).end(), expected)

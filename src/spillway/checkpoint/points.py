@@ -38,6 +38,8 @@ class SavedPoints:
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
     saved_step: int = 0
     pending: "_Pending | None" = None
+    at_commit: Callable[[], dict[str, str]] = dict  # what is only known when everything is written; joins `run`
+    on_commit: Callable[[int], None] = lambda step: None
     buffers: Callable[[], dict[str, torch.Tensor]] = dict  # the persistent ones of the model, in use
     warnings: list[str] = field(default_factory=list)  # saved points that could not be used, and why
 
@@ -67,7 +69,7 @@ class SavedPoints:
         if good[0].model_fingerprint != fingerprint(self.units):
             raise DiskError(f"{self.directory} holds a run of another model: choose another store, or that model")
         self.warnings += bad
-        self._use(tuple(good[: self.keep_last]))
+        self._use(tuple(good))  # more than are kept, perhaps: until one of them is seen to be whole
         return self.found
 
     def first_whole(self) -> Manifest:
@@ -97,17 +99,21 @@ class SavedPoints:
     def save(self, store: PlacedStore, step: int, background: bool = False) -> None:
         """Make the end of this step a saved point, also where states rest in memory. `background`: while the next step
         runs; it is committed by that step's end, or by `settle`."""
+        self.settle(store)
         if self.directory is None or step == self.saved_step:
             return
-        self.settle(store)
         homes = store.homes
         try:
             places = homes.place_snapshot()
         except BaseException:
             homes.forget_written()
             raise
-        staging = store.staging(_WINDOW_BYTES, "writing a saved point")
-        snapshot = Snapshot(homes.units, places, homes.need_disk(), staging)
+        try:
+            staging = store.staging(_WINDOW_BYTES, "writing a saved point")
+            snapshot = Snapshot(homes.units, places, homes.need_disk(), staging)
+        except BaseException:
+            homes.drop_snapshot(places)
+            raise
         homes.before_change = snapshot.before_change
         self.pending = _Pending(snapshot, places, self._describe(store, step))
         if not background:
@@ -144,6 +150,7 @@ class SavedPoints:
                 break
             except DiskError as error:
                 self._step_over(error)
+        self.found = self.found[: self.keep_last]
         if self.directory is not None:
             # Those that will not be kept: from now on their extents are written to.
             drop_manifests(self.directory, {point.step for point in self.found})
@@ -191,13 +198,21 @@ class SavedPoints:
         geometry = store.homes.need_disk().geometry
         name = native.checksum_name()
         manifest = Manifest(
-            point.step, units, geometry, name, fingerprint(self.units), point.rng, point.run, point.buffers
+            point.step,
+            units,
+            geometry,
+            name,
+            fingerprint(self.units),
+            point.rng,
+            {**point.run, **self.at_commit()},
+            point.buffers,
         )
         save_manifest(self.directory, manifest, self.keep_last)
         self.found = (manifest, *self.found)[: self.keep_last]
         for home, extent in zip(store.homes.units, point.extents, strict=True):
             home.saved = (extent, *home.saved)[: self.keep_last]
         self.saved_step = point.step
+        self.on_commit(point.step)
 
 
 @dataclass(frozen=True, slots=True)

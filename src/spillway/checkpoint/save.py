@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from spillway.optim.update import join_master
 from spillway.spec.errors import DiskError
 
 MAX_SHARD_BYTES = 5 * 10**9
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 # Per parameter: names and shapes of the tensors that a checkpoint has in its place.
 WrittenAs = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
 _DTYPES = {
@@ -23,6 +25,9 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
     torch.uint8: "U8",
     torch.float64: "F64",
     torch.bool: "BOOL",
@@ -69,6 +74,8 @@ def save_weights(
         for name, shard in zip(names, shards, strict=True):
             _write_shard(source, directory / name, shard, progress)
         _write_index(directory, names, shards)
+        if only is None:
+            _remove_others(directory, names)
     except OSError as error:
         if isinstance(error, DiskError):
             raise
@@ -172,6 +179,13 @@ def _pieces(source: ByteSource, entry: _Entry) -> Iterator[torch.Tensor]:
 def _let_go_of_cache(fd: int) -> None:
     """What was written need not stay in the page cache, which counts as our memory in a container."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _remove_others(directory: Path, names: list[str]) -> None:
+    """Weights that were written there before in other pieces: a loader might take them."""
+    for file in directory.glob("model*.safetensors"):
+        if file.name not in names and _SHARD.fullmatch(file.name):
+            file.unlink(missing_ok=True)
 
 
 def _write_index(directory: Path, names: list[str], shards: list[list[_Entry]]) -> None:

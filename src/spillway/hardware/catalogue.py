@@ -1,6 +1,7 @@
 """Known parts, and machines put together from them: `rtx4090+4x990pro+128GB`."""
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -157,12 +158,18 @@ def _from_file(path: Path) -> Machine:
         raise UsageError(f"the hardware file {path} is malformed: {' '.join(str(error).split())}") from error
     rates = {field.name for field in fields(HardwareSpec)}
     sizes = {"device_memory": "device_bytes", "host_memory": "host_bytes", "disk_memory": "disk_bytes"}
-    machine = find_machine(str(values.get("base", "rtx4090+990pro+64GB")))
+    base = str(values.get("base", "rtx4090+990pro+64GB"))
+    if base.endswith(".toml"):
+        raise UsageError(f"the hardware file {path}: base names parts, not another file")
+    machine = find_machine(base)
     hardware: dict[str, Any] = {}
     changed: dict[str, Any] = {"name": path.stem}
     for name, value in values.items():
         if name in rates:
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
+            kind = type(getattr(machine.hardware, name))
+            if kind is float and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise UsageError(f"the hardware file {path}: {name} must be a number, not {value!r}")
+            if kind is float and not 0 < value < math.inf:
                 raise UsageError(f"the hardware file {path}: {name} must be more than 0, not {value}")
             hardware[name] = value
         elif name in sizes:

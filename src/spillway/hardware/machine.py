@@ -18,6 +18,7 @@ from spillway.spec.hardware import HardwareSpec
 from spillway.spec.jsonable import from_json, to_json
 from spillway.spec.machine import Machine
 from spillway.spec.state import EXACT
+from spillway.store.disk import existing
 
 _FRESH_S = 7 * 24 * 3600
 # A block large enough that its rate is that of larger ones.
@@ -78,5 +79,5 @@ def _key(device: torch.device, paths: tuple[Path, ...]) -> str:
     """Changes with the hardware and with PyTorch, not with the time."""
     parts: list[Any] = [platform.processor(), os.cpu_count(), psutil.virtual_memory().total, torch.__version__]
     parts.append(torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
-    parts += [path.stat().st_dev for path in paths if path.exists()]
+    parts += [existing(path).stat().st_dev for path in paths]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

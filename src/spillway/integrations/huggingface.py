@@ -248,9 +248,16 @@ class _ChunkedLoss:
             return
         self._head.forward = self._forward_head  # type: ignore[assignment,method-assign]
         self._model.loss_function = self._loss
-        self._model.register_forward_pre_hook(self._note_labels, with_kwargs=True)
-        self._model.register_forward_hook(self._drop_logits)
+        hooks = (
+            self._model.register_forward_pre_hook(self._note_labels, with_kwargs=True),
+            self._model.register_forward_hook(self._drop_logits),
+        )
+        self._session.on_undo += [hook.remove for hook in hooks]
+        self._session.on_undo.append(self._restore_loss)
         self._session.profile_trials.append(self._try)
+
+    def _restore_loss(self) -> None:
+        self._model.loss_function = self._whole_loss
 
     def _try(self, profile: Callable[[], Any]) -> Any:
         """Profile with deferred logits; again without where the model does more with them than take the loss."""

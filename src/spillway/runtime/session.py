@@ -100,6 +100,7 @@ class Session:
         self.segments: list[list[tuple[int, int, int]]] = []
         self.batch_hooks: list[Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]] = []
         # Each gets the function that profiles one forward and returns what it gave, trying what it may.
+        self.on_undo: list[Callable[[], None]] = []
         self.profile_trials: list[Callable[[Callable[[], list[CallRecord]]], list[CallRecord]]] = []
         self._planner = planner
         self._micro_batch = micro_batch
@@ -192,6 +193,8 @@ class Session:
     def undo(self, params: dict[str, nn.Parameter]) -> None:
         """Give the model its own forwards and parameters back: nothing was stored yet."""
         self._hook.remove()
+        for undo in self.on_undo:
+            undo()
         for unit in self.units:
             bind(unit, params)
             for _, module in unit.members:
@@ -320,6 +323,11 @@ class Session:
     def is_intact(self) -> bool:
         """Whether what rests in the store is the end of a whole step."""
         return not self._half_done
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether the last backward of a step has run and `optimizer.step()` has not."""
+        return self._backwards >= self.accumulation
 
     def settle(self) -> None:
         """Give up a forward that no backward followed, or a step that failed, and let a backward's updates come to

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 
 from spillway.native import DiskEngine, Transfer, TransferError
-from spillway.spec.errors import DiskError, invariant
+from spillway.spec.errors import DiskError, UsageError, invariant
 from spillway.spec.sizes import format_size
 
 STRIPE = 1 << 20
 PAGE = 4096
 _LOCK = "spillway.lock"
+_OWNER = "spillway.owner"  # names the first path of the store that a path belongs to
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class StripedDisk:
         self._counting = threading.Lock()
         try:
             for path in self._paths:
-                if str(path) not in locked:
+                if path.resolve() not in {Path(held).resolve() for held in locked}:
                     self._locks.append(_lock(path))
             for file in geometry.files():
                 fd, direct = _open(file)
@@ -81,6 +82,7 @@ class StripedDisk:
                 self._written[fd] = 0
                 self.direct = self.direct and direct
                 if not keep:
+                    (file.parent / _OWNER).write_text(str(self._paths[0].resolve()))
                     os.ftruncate(fd, 0)
         except BaseException:
             self.close()
@@ -198,19 +200,32 @@ def free_bytes(path: Path) -> int:
     return _available(path) + _reserved(path)
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
+    """The path, or the nearest parent that is there."""
+    path = path.absolute()
     while not path.exists():
         path = path.parent
     return path
 
 
 def _available(path: Path) -> int:
-    stats = os.statvfs(_existing(path))
+    stats = os.statvfs(existing(path))
     return stats.f_bavail * stats.f_frsize
 
 
 def _reserved(path: Path) -> int:
     return sum(data.stat().st_blocks * 512 for data in path.glob("spillway.data*"))
+
+
+def refuse_foreign(paths: tuple[Path, ...]) -> None:
+    """Raise UsageError where a path that is about to be emptied holds a part of another store's saved run."""
+    for path in paths:
+        try:
+            owner = Path((path / _OWNER).read_text())
+        except OSError:
+            continue
+        if any(owner.glob("step-*.json")) and any(path.glob("spillway.data*")):
+            raise UsageError(f"{path} holds a part of the run that is saved in {owner}: choose another store path")
 
 
 def free_on(geometry: Geometry) -> int:
@@ -220,7 +235,7 @@ def free_on(geometry: Geometry) -> int:
     free: dict[int, int] = {}
     for name, share in zip(geometry.paths, geometry.shares, strict=True):
         path = Path(name)
-        drive = _existing(path).stat().st_dev
+        drive = existing(path).stat().st_dev
         shares[drive] = shares.get(drive, 0) + share
         free[drive] = free.get(drive, _available(path)) + _reserved(path)
     return min(free[drive] * row // shares[drive] for drive in free)

@@ -81,9 +81,16 @@ class PlacedStore:
         """Take memory and disk space, then let `on_open` fill the homes."""
         ours = self._budget.host_bytes - self._budget.process_bytes
         self._arena = Arena(max(ours, 1))
+        try:
+            self._open(plan, profile)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, plan: Plan, profile: ModelProfile) -> None:
         self._homes = self._make_homes(plan, profile)
-        self._resident_end = self._arena.mark()
-        residents = self._arena.buffer[: self._resident_end]
+        self._resident_end = self.arena.mark()
+        residents = self.arena.buffer[: self._resident_end]
         native.touch(residents.data_ptr(), residents.numel(), os.cpu_count() or 1)
         self._unpin_residents = self._pin(residents)
         if self.on_open is not None:

@@ -28,8 +28,12 @@ class Snapshot:
         self._lock = threading.Lock()
         self._left = dict.fromkeys(reversed(sorted(places)))  # backward changes the last units first
         self._error: BaseException | None = None
-        for index in places:
-            self._write(index, staging)
+        try:
+            for index in places:
+                self._write(index, staging)
+        except BaseException:
+            self._engine.close()
+            raise
         self._thread = threading.Thread(target=self._run, name="spillway-snapshot", daemon=True)
         self._thread.start()
 
