@@ -1,0 +1,213 @@
+"""Ours beside the field: the same model, tokens, dtype, threads and drive, in fresh processes, in turns.
+
+    python benchmarks/peers.py [--deepspeed PYTHON] [--rows 1 8] [--steps 5] [--rounds 2] [--throttle 500MB]
+                               [--directory DIR] [--json FILE] [--markdown FILE] [--check]
+
+On a machine without a GPU: DeepSpeed ZeRO-3 on its CPU accelerator (Infinity: parameters and optimizer on NVMe;
+Offload: in host memory), plain PyTorch in memory, and ours with everything on disk or in host memory. A 128M-parameter
+Llama, rows of 256 tokens, bfloat16 with fp32 masters, clipping at 1. `--deepspeed` is the interpreter of an environment
+with deepspeed, ninja, transformers and libaio. The drive is throttled through cgroup v1 where that can be written. A
+system that fails is shown as failed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from spillway.spec.sizes import format_size, parse_size
+
+HERE = Path(__file__).parent / "peers"
+DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
+BLKIO = Path("/sys/fs/cgroup/blkio")
+LENGTH = 256
+PARAMS = 128_049_152
+STORE = "STORE"  # stands for a directory of each run's own
+# Ours over theirs, and by how much: with the drive throttled, and at full speed.
+TARGETS = (
+    ("spillway, disk", "ZeRO-Infinity", 2.5, 1.5),
+    ("spillway 8-bit, disk", "ZeRO-Infinity", 5.0, 2.5),
+    ("spillway, memory", "ZeRO-Offload", 0.0, 1.5),
+    ("spillway, memory", "plain PyTorch", 0.0, 0.95),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One system in one case; medians over rounds and steps, the first step of each left out. Per parameter and step:
+    bytes read and written."""
+
+    system: str
+    rows: int
+    throttle: int
+    step_seconds: float
+    tokens_per_s: float
+    read_per_param: float
+    written_per_param: float
+    peak_bytes: int
+    last_loss: float
+    failure: str = ""
+
+
+def commands(model: Path, store: str, rows: int, steps: int, deepspeed: str | None) -> dict[str, list[str]]:
+    """The command line of each system."""
+    shape = [str(rows), str(LENGTH), str(steps)]
+
+    def ours(place: str, moments: str) -> list[str]:
+        return [sys.executable, str(HERE / "spillway_worker.py"), str(model), store, *shape, place, moments]
+
+    found = {
+        "spillway, disk": ours("disk", "float32"),
+        "spillway 8-bit, disk": ours("disk", "8bit"),
+        "spillway, memory": ours("host", "float32"),
+        "plain PyTorch": [sys.executable, str(HERE / "plain_worker.py"), str(model), *shape],
+    }
+    if deepspeed is not None:
+        for name, place in (("ZeRO-Infinity", "nvme"), ("ZeRO-Offload", "cpu")):
+            found[name] = [deepspeed, str(HERE / "deepspeed_worker.py"), str(model), store, *shape, place]
+    return found
+
+
+def uses_disk(system: str) -> bool:
+    """Whether throttling the drive says anything about it."""
+    return "disk" in system or "Infinity" in system
+
+
+def throttled(directory: Path, bytes_per_s: int) -> Callable[[], None] | None:
+    """What a child does to be throttled; None where that cannot be had."""
+    group, device = BLKIO / "spillway-peers", os.stat(directory).st_dev
+    try:
+        group.mkdir(exist_ok=True)
+        for way in ("read", "write"):
+            file = group / f"blkio.throttle.{way}_bps_device"
+            file.write_text(f"{os.major(device)}:{os.minor(device)} {bytes_per_s}")
+    except OSError:
+        return None
+    return lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None
+
+
+def measure(command: list[str], enter: Callable[[], None] | None) -> list[dict[str, float]] | str:
+    """The rows a worker printed, or why it failed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(psutil.cpu_count(logical=True)), "PYTHONPATH": str(HERE)}
+    environment["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=enter, timeout=900)
+    except subprocess.TimeoutExpired:
+        return "took more than 15 minutes"
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
+    if done.returncode != 0 or not rows:
+        return (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
+    return rows
+
+
+def main() -> int:
+    """Run everything, print and save the table; with --check, 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed", metavar="PYTHON")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--throttle", type=parse_size, default=500_000_000)
+    parser.add_argument("--directory", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+        subprocess.run([sys.executable, str(DEMO), directory], check=True, capture_output=True)
+        model = Path(directory) / "llama-128m"
+        for rows in given.rows:
+            for throttle in (0, given.throttle):
+                results += case(Path(directory), model, rows, throttle, given)
+    table = markdown(results)
+    print(table)
+    if given.json:
+        given.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    if given.markdown:
+        given.markdown.write_text(table)
+    missed = list(misses(results))
+    for line in missed:
+        print(f"missed: {line}")
+    return 1 if given.check and missed else 0
+
+
+def case(directory: Path, model: Path, rows: int, throttle: int, given: argparse.Namespace) -> list[Result]:
+    """All systems with one batch and one drive speed, in turns."""
+    enter = throttled(directory, throttle) if throttle else None
+    if throttle and enter is None:
+        print("the drive cannot be throttled here")
+        return []
+    steps: dict[str, list[dict[str, float]]] = {}
+    failures: dict[str, str] = {}
+    for _ in range(given.rounds):
+        for system, command in commands(model, STORE, rows, given.steps, given.deepspeed).items():
+            if (throttle and not uses_disk(system)) or system in failures:
+                continue
+            with tempfile.TemporaryDirectory(dir=directory) as store:
+                found = measure([store if part == STORE else part for part in command], enter)
+            if isinstance(found, str):
+                failures[system] = found
+            else:
+                steps.setdefault(system, []).extend(found[1:])
+            print(f"{system}, {rows} rows, {throttle or 'full speed'}: {failures.get(system, 'done')}", flush=True)
+    results = [Result(system, rows, throttle, 0, 0, 0, 0, 0, 0, why) for system, why in failures.items()]
+    for system, rows_of in steps.items():
+        seconds = statistics.median(row["seconds"] for row in rows_of)
+        results.append(
+            Result(
+                system,
+                rows,
+                throttle,
+                seconds,
+                rows * LENGTH / seconds,
+                statistics.median(row["read"] for row in rows_of) / PARAMS,
+                statistics.median(row["written"] for row in rows_of) / PARAMS,
+                int(max(row["peak"] for row in rows_of)),
+                rows_of[-1]["loss"],
+            )
+        )
+    return results
+
+
+def markdown(results: list[Result]) -> str:
+    """The table."""
+    lines = [
+        "| rows x 256 | drive | system | s a step | tokens/s | read, B/param | written, B/param | peak host | loss |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        drive = f"{format_size(r.throttle)}/s" if r.throttle else "full speed"
+        if r.failure:
+            lines.append(f"| {r.rows} | {drive} | {r.system} | failed: {r.failure} | | | | | |")
+        else:
+            figures = (
+                f"{r.step_seconds:.2f} | {r.tokens_per_s:.0f} | {r.read_per_param:.1f} | {r.written_per_param:.1f}"
+            )
+            peak = format_size(r.peak_bytes)
+            lines.append(f"| {r.rows} | {drive} | {r.system} | {figures} | {peak} | {r.last_loss:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def misses(results: list[Result]) -> list[str]:
+    """Targets that were not reached."""
+    found = []
+    speed = {(r.system, r.rows, r.throttle): r.tokens_per_s for r in results if not r.failure}
+    for (system, rows, throttle), mine in speed.items():
+        for ours, theirs, slow, full in TARGETS:
+            target, other = slow if throttle else full, speed.get((theirs, rows, throttle))
+            if system == ours and target and other and mine / other < target:
+                found.append(f"{ours} is {mine / other:.2f} times {theirs} with {rows} rows, {target} is the target")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

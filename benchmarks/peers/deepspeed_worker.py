@@ -1,0 +1,64 @@
+"""DeepSpeed ZeRO-3 on its CPU accelerator: `deepspeed_worker.py MODEL STORE ROWS LENGTH STEPS cpu|nvme`.
+
+Settings as its documentation advises for NVMe (pipelined optimizer swapping, 1 MiB blocks, deep queues), buffers sized
+to this model, activations checkpointed.
+"""
+
+import os
+import sys
+from typing import Any
+
+os.environ.update(
+    DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0",
+    LOCAL_SIZE="1",
+)  # fmt: skip
+
+import deepspeed
+import torch
+from common import run
+from transformers import AutoModelForCausalLM
+
+model_directory, store, rows, length, steps, place = sys.argv[1:7]
+deepspeed.init_distributed("gloo")
+param: dict[str, Any] = {"device": place}
+states: dict[str, Any] = {"device": place}
+if place == "nvme":
+    param |= {"nvme_path": store, "buffer_count": 6, "buffer_size": 20_000_000, "pin_memory": False}
+    states |= {"nvme_path": store, "buffer_count": 16, "pipeline_read": True, "pipeline_write": True}
+config = {
+    "train_micro_batch_size_per_gpu": int(rows),
+    "bf16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "weight_decay": 0.0}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": param,
+        "offload_optimizer": states,
+        "sub_group_size": 50_000_000,
+        "stage3_prefetch_bucket_size": 20_000_000,
+        "stage3_max_live_parameters": 60_000_000,
+        "stage3_param_persistence_threshold": 10_000,
+    },
+    "aio": {
+        "block_size": 1 << 20,
+        "queue_depth": 32,
+        "intra_op_parallelism": 2,
+        "single_submit": False,
+        "overlap_events": True,
+    },
+    "steps_per_print": 10**9,
+}
+model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.bfloat16)
+model.config.use_cache = False
+model.gradient_checkpointing_enable()
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+
+def step(ids: torch.Tensor) -> float:
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+run(step, int(rows), int(length), int(steps))

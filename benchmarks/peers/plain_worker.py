@@ -1,0 +1,36 @@
+"""Plain PyTorch, everything in memory, with recomputation: bfloat16 weights, fp32 masters, fused AdamW, clipping."""
+
+import sys
+
+import torch
+from common import run
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+model_directory, rows, length, steps = sys.argv[1:5]
+model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.bfloat16)
+model.config.use_cache = False
+model.gradient_checkpointing_enable()
+model.train()
+params = list(model.parameters())
+masters = [nn.Parameter(param.detach().float()) for param in params]
+for master in masters:
+    master.grad = torch.empty_like(master)
+optimizer = torch.optim.AdamW(masters, lr=2e-5, weight_decay=0.0, fused=True)
+
+
+def step(ids: torch.Tensor) -> float:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    for param, master in zip(params, masters, strict=True):
+        master.grad.copy_(param.grad)
+        param.grad = None
+    torch.nn.utils.clip_grad_norm_(masters, 1.0)
+    optimizer.step()
+    with torch.no_grad():
+        for param, master in zip(params, masters, strict=True):
+            param.copy_(master)
+    return float(loss.detach())
+
+
+run(step, int(rows), int(length), int(steps))
