@@ -112,7 +112,7 @@ class Question:
 
 def fitting_length(options: TrainOptions) -> int:
     """--max-length, or what the model has positions for."""
-    if options.model.lower() in GPT_SHAPES:
+    if gpt_shape(options.model):
         return options.max_length
     return min(options.max_length, max_positions(find_directory(options.model)) or options.max_length)
 
@@ -129,11 +129,17 @@ def count_steps(options: TrainOptions, reporter: Reporter) -> int:
     return max(math.ceil(options.num_train_epochs * batches.per_epoch()), 1)
 
 
-def build(name: str, dtype: torch.dtype, layers: int | None = None, positions: int = 0) -> nn.Module:
-    """A model on the meta device by directory (only its config.json is read), hub name, or shape of the papers."""
+def gpt_shape(name: str) -> tuple[int, int, int] | None:
+    """Layers, heads and width of one of the papers' shapes. Raises UsageError for one that they do not have."""
     shape = GPT_SHAPES.get(name.lower())
     if shape is None and re.fullmatch(r"gpt-[0-9.]+b", name.lower()):
         raise UsageError(f"there is no shape '{name}': known are {', '.join(GPT_SHAPES)}")
+    return shape
+
+
+def build(name: str, dtype: torch.dtype, layers: int | None = None, positions: int = 0) -> nn.Module:
+    """A model on the meta device by directory (only its config.json is read), hub name, or shape of the papers."""
+    shape = gpt_shape(name)
     config = gpt2_config(*shape, max(positions, 1024)) if shape else config_of(find_directory(name))
     if layers is not None:
         cut_layers(config, layers)
