@@ -304,9 +304,9 @@ def save_point(model: nn.Module) -> int:
     parts = prepared(model)
     if parts.points.directory is None:
         raise UsageError("there is no store to save to: pass store= to prepare")
+    if not parts.session.is_open:  # or closed, which this says
+        raise UsageError("nothing was trained yet: there is no step to save")
     parts.session.settle()
-    if not parts.session.is_open:
-        parts.session.open()
     _refuse_unfinished(parts.session)
     if parts.optimizer.num_steps == 0:
         raise UsageError("nothing was trained yet: there is no step to save")

@@ -41,7 +41,7 @@ def export(run: Path, output: Path, dtype: str | None, step: int | None, reporte
         raise UsageError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}")
     saved = open_run(run)
     manifest = _choose(saved, step)
-    need, have = weights_bytes(saved.units, wanted), free_bytes(_existing(output))
+    need, have = weights_bytes(saved.units, wanted), free_bytes(output)
     if need > have:
         raise DiskError(f"the model takes {format_size(need)} in {output} and {format_size(have)} are free there")
     for name, buffer in (buffers := persistent_buffers(saved.model)).items():
@@ -76,9 +76,3 @@ def _choose(saved: SavedRun, step: int | None) -> Manifest:
             return point
     known = ", ".join(str(point.step) for point in saved.points)
     raise UsageError(f"step {step} is not saved: there is {known} (--save-total-limit keeps more)")
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists():
-        path = path.parent
-    return path

@@ -60,12 +60,6 @@ class Batches:
         """The batch that takes most memory: the first one."""
         return self.at(DataPosition())
 
-    def fill_rate(self) -> float:
-        """Share of the first epoch's positions that hold a token."""
-        batches = self._epoch(0)
-        room = sum(len(batch) * self._length(batch) for batch in batches)
-        return float(self._lengths.sum() / room)
-
     def _epoch(self, epoch: int) -> list[list[list[int]]]:
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = (epoch, self._draw(epoch))

@@ -15,6 +15,7 @@ from spillway.hardware.limits import free_host_bytes
 from spillway.native import DiskEngine
 from spillway.spec.answers import Finding
 from spillway.spec.sizes import format_size
+from spillway.store.disk import available, existing
 
 _SLOW_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "drvfs", "overlay"}
 
@@ -106,15 +107,8 @@ def _link_width() -> tuple[int, int] | None:
     return None
 
 
-def _existing(path: Path) -> Path:
-    path = path.expanduser().resolve()
-    while not path.exists():
-        path = path.parent
-    return path
-
-
 def _file_system(path: Path) -> Finding:
-    here = _existing(path)
+    here = existing(path)
     mounts = [part for part in psutil.disk_partitions(all=True) if here.is_relative_to(part.mountpoint)]
     mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
     kind = mount.fstype if mount else "unknown"
@@ -129,7 +123,7 @@ def _file_system(path: Path) -> Finding:
 
 
 def _direct_io(path: Path) -> Finding:
-    file = _existing(path) / f".spillway-doctor-{os.getpid()}"
+    file = existing(path) / f".spillway-doctor-{os.getpid()}"
     try:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_DIRECT", 0), 0o600)
         os.close(handle)
@@ -142,7 +136,6 @@ def _direct_io(path: Path) -> Finding:
 
 
 def _room(path: Path) -> Finding:
-    stats = os.statvfs(_existing(path))
-    free = stats.f_bavail * stats.f_frsize
+    free = available(path)
     params = free / 24
     return Finding(f"store {path}: room", f"{format_size(free)}: exact AdamW for {params / 1e9:.1f}B parameters")

@@ -6,7 +6,6 @@ from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Placement, Pool
 
 ELEMENT_ALIGNMENT = 4096  # subgroups start at whole pages in every component, 16-bit ones included
-STATE_ALIGNMENT = 4096
 
 
 def size_classes(sizes: list[int]) -> list[int]:

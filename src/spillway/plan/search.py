@@ -13,7 +13,17 @@ from spillway.plan.simulate import step_seconds
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import LAST_POINT, KeepPoints, Placement, Plan, Pool, TierPeaks, UnitPlacement
+from spillway.spec.plan import (
+    LAST_POINT,
+    TIERS,
+    UPDATE_MODES,
+    KeepPoints,
+    Placement,
+    Plan,
+    Pool,
+    TierPeaks,
+    UnitPlacement,
+)
 from spillway.spec.sizes import format_size, format_size_up
 
 # Deepest pipeline first. Elements per subgroup: large enough for the drive, small enough that slabs stay cheap.
@@ -93,8 +103,8 @@ def _update_mode(request: PlanRequest) -> str:
             "update='overlap' updates before the global gradient norm is known and so cannot clip by it: "
             "use update='serial' (or 'auto'), or max_grad_norm=None"
         )
-    if request.update not in ("serial", "overlap"):
-        raise UsageError(f"update='{request.update}' is not one of auto, serial, overlap")
+    if request.update not in UPDATE_MODES:
+        raise UsageError(f"update='{request.update}' is not one of auto, {', '.join(UPDATE_MODES)}")
     return request.update
 
 
@@ -108,8 +118,8 @@ class _Planner:
         self._update = update
         self._device_is_host = hardware.device == "cpu"
         for name, tier in (("weights", request.weights), ("states", request.states)):
-            if tier not in ("auto", "device", "host", "disk"):
-                raise UsageError(f"{name}='{tier}' is not one of auto, device, host, disk")
+            if tier not in ("auto", *TIERS):
+                raise UsageError(f"{name}='{tier}' is not one of auto, {', '.join(TIERS)}")
             if tier == "disk" and not request.has_store:
                 raise UsageError(f"{name}='disk' needs a store: give the path of a directory on a fast drive")
 

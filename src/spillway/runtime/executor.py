@@ -18,10 +18,6 @@ Handler = Callable[[Op, list[object]], None]
 _THREAD_LANES = ("upload", "download", "read", "write", "update")
 
 
-class LaneError(RuntimeError):
-    """An operation failed; the cause says why."""
-
-
 class Executor:
     """Executes one list at a time. Thread-safe where the lanes and the caller meet."""
 
@@ -114,13 +110,6 @@ class Executor:
             self._changed.wait_for(lambda: self._running == 0)
             self._raise_failure()
         return Trace(tuple(self._spans), max((span.end_s for span in self._spans), default=0.0))
-
-    def wait_for(self, predicate: Callable[[Op], bool]) -> None:
-        """Return when every operation the predicate picks is done."""
-        with self._changed:
-            picked = [op.id for op in self._ops if predicate(op)]
-            self._changed.wait_for(lambda: self._error is not None or all(self._done[op] for op in picked))
-            self._raise_failure()
 
     @property
     def has_failed(self) -> bool:

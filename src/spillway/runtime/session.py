@@ -62,11 +62,6 @@ class StepResult:
     grad_norm: float
     traces: list[Trace] = field(default_factory=list)
 
-    @property
-    def seconds(self) -> float:
-        """From the first operation of each list to its last."""
-        return sum(trace.seconds for trace in self.traces)
-
 
 # Makes the plan for a profile; the second argument tells whether units already rest where an earlier plan put them.
 Planner = Callable[[ModelProfile, bool], Plan]

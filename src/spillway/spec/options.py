@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 
 from spillway.spec.errors import UsageError
+from spillway.spec.plan import TIERS, UPDATE_MODES
 from spillway.spec.sizes import parse_size
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "device": ("auto", "cuda", "cpu"),
     "dtype": ("bfloat16", "float32", "bf16", "fp32"),
-    "update": ("auto", "serial", "overlap"),
-    "weights": ("auto", "device", "host", "disk"),
-    "states": ("auto", "device", "host", "disk"),
+    "update": ("auto", *UPDATE_MODES),
+    "weights": ("auto", *TIERS),
+    "states": ("auto", *TIERS),
     "lr_scheduler_type": (
         "linear",
         "cosine",

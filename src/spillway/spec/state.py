@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-RULES = ("adamw", "lion", "sgd")
 MOMENTS = {"float32": 4, "bfloat16": 2, "8bit": 1}  # bytes of an element
 BLOCK = 64  # elements that share a scale where moments have 8 bits
 

@@ -197,18 +197,19 @@ class StripedDisk:
 def free_bytes(path: Path) -> int:
     """Bytes a store at `path` may use: what is free, and what its file has reserved already. The nearest existing
     parent is asked when the path does not exist yet."""
-    return _available(path) + _reserved(path)
+    return available(path) + _reserved(path)
 
 
 def existing(path: Path) -> Path:
     """The path, or the nearest parent that is there."""
-    path = path.absolute()
+    path = path.expanduser().resolve()
     while not path.exists():
         path = path.parent
     return path
 
 
-def _available(path: Path) -> int:
+def available(path: Path) -> int:
+    """Bytes that are free on the file system of a path."""
     stats = os.statvfs(existing(path))
     return stats.f_bavail * stats.f_frsize
 
@@ -237,7 +238,7 @@ def free_on(geometry: Geometry) -> int:
         path = Path(name)
         drive = existing(path).stat().st_dev
         shares[drive] = shares.get(drive, 0) + share
-        free[drive] = free.get(drive, _available(path)) + _reserved(path)
+        free[drive] = free.get(drive, available(path)) + _reserved(path)
     return min(free[drive] * row // shares[drive] for drive in free)
 
 

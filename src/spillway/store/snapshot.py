@@ -81,10 +81,8 @@ class Snapshot:
             for start in range(0, part.num_bytes, step):
                 size = min(step, part.num_bytes - start)
                 piece = resting[start : start + size]
-                self._put(home, self._places[index], part.offset + start, self._in_host(piece, staging))
-
-    def _in_host(self, piece: torch.Tensor, staging: torch.Tensor | None) -> torch.Tensor:
-        return piece if staging is None else staging[: piece.numel()].copy_(piece)
+                content = piece if staging is None else staging[:size].copy_(piece)
+                self._put(home, self._places[index], part.offset + start, content)
 
     def _put(self, home: UnitHome, extent: int, offset: int, content: torch.Tensor) -> None:
         invariant(extent < len(home.extents), "a saved point has no room")
