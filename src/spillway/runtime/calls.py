@@ -1,7 +1,7 @@
 """One call of a unit, flattened: cut into micro-batches, run, put together again, and differentiated."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,16 @@ def set_rng_state(device: torch.device, state: RngState) -> None:
     torch.set_rng_state(state.cpu)
     if state.device is not None:
         torch.cuda.set_rng_state(state.device, device)
+
+
+@contextmanager
+def rng_kept(device: torch.device) -> Iterator[None]:
+    """Put the generators back afterwards, whatever happens."""
+    state = rng_state(device)
+    try:
+        yield
+    finally:
+        set_rng_state(device, state)
 
 
 def pieces(call: FlatCall, shape: CallShape, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -179,42 +189,27 @@ def run_backward(
 ) -> list[torch.Tensor | None]:
     """Recompute each micro-batch and differentiate it. Parameter gradients are summed where the bound leaves point;
     returned are the gradients of the tensors. `grads`: one per tensor output that is no input, in flattened order."""
-    after = rng_state(device)
-    try:
-        return _differentiate(call, shape, tensors, needs_grad, grads, replay, device)
-    finally:
-        set_rng_state(device, after)
-
-
-def _differentiate(
-    call: FlatCall,
-    shape: CallShape,
-    tensors: list[torch.Tensor],
-    needs_grad: list[bool],
-    grads: list[torch.Tensor | None],
-    replay: Replay,
-    device: torch.device,
-) -> list[torch.Tensor | None]:
     found: list[torch.Tensor | None] = [None] * len(tensors)
-    for index, piece in enumerate(pieces(call, shape, tensors)):
-        set_rng_state(device, replay.rng[index])
-        inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(piece, needs_grad, strict=True)]
-        with torch.enable_grad(), replay.autocast():
-            outputs, _ = call.run(inputs)
-            own = [out for out in outputs if isinstance(out, torch.Tensor) and all(out is not i for i in inputs)]
-            pairs = [
-                (out, _grad_piece(grad, out, shape, index))
-                for out, grad in zip(own, grads, strict=True)
-                if out.requires_grad and grad is not None
-            ]
-            pairs = [(out, grad) for out, grad in pairs if grad is not None]
-            if pairs:
-                torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
-        for place, tensor in enumerate(inputs):
-            if tensor.grad is not None:
-                cut = call.holes[place] in shape.cut_inputs
-                found[place] = _collect(found[place], tensor.grad, tensors[place], shape, cut, index)
-        del inputs, outputs, own, pairs
+    with rng_kept(device):
+        for index, piece in enumerate(pieces(call, shape, tensors)):
+            set_rng_state(device, replay.rng[index])
+            inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(piece, needs_grad, strict=True)]
+            with torch.enable_grad(), replay.autocast():
+                outputs, _ = call.run(inputs)
+                own = [out for out in outputs if isinstance(out, torch.Tensor) and all(out is not i for i in inputs)]
+                pairs = [
+                    (out, _grad_piece(grad, out, shape, index))
+                    for out, grad in zip(own, grads, strict=True)
+                    if out.requires_grad and grad is not None
+                ]
+                pairs = [(out, grad) for out, grad in pairs if grad is not None]
+                if pairs:
+                    torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+            for place, tensor in enumerate(inputs):
+                if tensor.grad is not None:
+                    cut = call.holes[place] in shape.cut_inputs
+                    found[place] = _collect(found[place], tensor.grad, tensors[place], shape, cut, index)
+            del inputs, outputs, own, pairs
     return found
 
 

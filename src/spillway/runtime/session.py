@@ -23,7 +23,7 @@ from spillway.model.profile import (
 from spillway.model.units import Unit
 from spillway.optim.update import Hyper
 from spillway.runtime.buffers import BufferGuard, all_buffers_kept
-from spillway.runtime.calls import FlatCall, own_copy, rng_state, set_rng_state
+from spillway.runtime.calls import FlatCall, own_copy, rng_kept
 from spillway.runtime.device import Device
 from spillway.runtime.executor import Executor
 from spillway.runtime.lanes import HOME, LaneWorker, StepState
@@ -238,8 +238,8 @@ class Session:
         return profile()
 
     def _profile_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
-        rng = rng_state(self.device.torch_device)
         with (
+            rng_kept(self.device.torch_device),
             all_buffers_kept(self.model),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
             ExitStack() as stack,
@@ -260,20 +260,17 @@ class Session:
                     self.model(*args, **kwargs)
                 finally:
                     self._profiler = None
-        set_rng_state(self.device.torch_device, rng)
         return profiler.calls
 
     def _profile_real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
         """A forward on real data, one unit at a time, for models whose forward looks at values."""
         self._ensure_open(self._schedule_for((), {}))
-        rng = rng_state(self.device.torch_device)
-        with all_buffers_kept(self.model), Profiler() as profiler:
+        with rng_kept(self.device.torch_device), all_buffers_kept(self.model), Profiler() as profiler:
             self._profiler, self._profiling_real = profiler, True
             try:
                 self.model(*args, **kwargs)
             finally:
                 self._profiler, self._profiling_real = None, False
-        set_rng_state(self.device.torch_device, rng)
         return profiler.calls
 
     # The user's forward #
