@@ -1,11 +1,9 @@
 """The Python API: load, prepare, save."""
 
-import math
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +12,24 @@ import torch
 from torch import nn
 
 from spillway.checkpoint.load import StoreBytes, load_weights, read_parameter
+from spillway.checkpoint.place import place_store, store_paths
 from spillway.checkpoint.points import SavedPoints
 from spillway.checkpoint.save import MAX_SHARD_BYTES, WrittenAs, save_weights
 from spillway.checkpoint.sources import DirectorySource, ModuleSource, WeightSource
-from spillway.hardware.limits import free_host_bytes, process_bytes
-from spillway.hardware.probe import measure, measure_shares
 from spillway.model.units import Unit, find_units
 from spillway.optim.config import SGD, AdamW, Lion, Settings, state_format
 from spillway.optim.optimizer import StreamingOptimizer
-from spillway.plan.search import PlanRequest, make_plan
+from spillway.plan.search import PlanRequest
+from spillway.planner import Planner, make_budget
 from spillway.runtime.device import Device, open_device
 from spillway.runtime.session import Session
-from spillway.spec.errors import BudgetWarning, UsageError
-from spillway.spec.hardware import Budget, HardwareSpec
+from spillway.spec.errors import UsageError
+from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import LAST_POINT, KeepPoints, Placement, Plan
-from spillway.spec.sizes import format_size, parse_size
 from spillway.spec.state import StateFormat
-from spillway.store.disk import Geometry, free_on, refuse_foreign
-from spillway.store.manifest import load_manifests, manifest_files
-from spillway.store.move import find_geometry, move
 from spillway.store.placed import PlacedStore
 
-# What libraries, threads and the user's data still take after the plan was made.
-_PROCESS_RESERVE = 160 << 20
 _DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
 
 
@@ -61,7 +53,7 @@ class Prepared:
     optimizer: StreamingOptimizer
     points: SavedPoints
     budget: Budget
-    planner: "_Planner"
+    planner: Planner
     origin: Path | None
     weight_bytes: int  # of all units, as loaded
     extent_bytes: int  # of all units, as saved
@@ -132,82 +124,41 @@ def prepare(
     Returns the same model, and the optimizer. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
     """
     settings = AdamW() if optimizer is None else optimizer
-    if not isinstance(settings, (AdamW, Lion, SGD)):
-        raise UsageError(
-            f"the optimizer is a {type(settings).__name__}: give spillway.AdamW(...), spillway.Lion(...) or "
-            f"spillway.SGD(...), whose states can rest outside the device"
-        )
-    for name, count in (("micro_batch", micro_batch), ("gradient_accumulation_steps", gradient_accumulation_steps)):
-        if count is not None and count < 1:
-            raise UsageError(f"{name} must be at least 1, not {count}")
-    if model in _sessions:
-        raise UsageError("this model was prepared before: build or load it anew")
-    paths = _store_paths(store)
-    compute = open_device(device)
-    origin = _origins.get(model)
-    if origin is None and any(param.is_meta for param in model.parameters()):
-        raise UsageError("the model is on the meta device and was not made by spillway.load: there are no weights")
-    units = find_units(model, state_format(settings))
+    _check(model, settings, micro_batch, gradient_accumulation_steps)
+    paths, compute, origin = store_paths(store), open_device(device), _origins.get(model)
+    form = state_format(settings)
+    units = find_units(model, form)
     in_memory = {name: param.data for name, param in model.named_parameters()} if origin is None else {}
     source: WeightSource = (
         ModuleSource(in_memory) if origin is None else open_source(origin.directory, model, origin.allow_pickle)
     )
-    points = SavedPoints(paths[0] if paths else None, units, keep.last)
-    geometry = _find_geometry(points, paths, resume)
+    points = SavedPoints(paths[0] if paths else None, units, keep.last, buffers=lambda: persistent_buffers(model))
+    geometry = place_store(points, paths, resume)
     budget = make_budget(compute, geometry, device_memory, host_memory, disk_memory, _host_bytes(in_memory))
-    placed = PlacedStore(
-        [unit.layout for unit in units],
-        geometry,
-        budget,
-        compute.allocate,
-        compute.pin,
-        points.found,
-        keep,
-    )
-    request = PlanRequest(
-        update,
-        weights,
-        states,
-        settings.max_grad_norm is not None,
-        gradient_accumulation_steps,
-        bool(paths),
-        keep,
-    )
-    planner = _Planner(compute, units, paths, budget, request, settings)
-    session = Session(
-        model,
-        units,
-        compute,
-        planner,
-        placed,
-        gradient_accumulation_steps,
-        micro_batch,
-        psutil.cpu_count(logical=True) or 1,
-    )
+    layouts, clip = [unit.layout for unit in units], settings.max_grad_norm is not None
+    placed = PlacedStore(layouts, geometry, budget, compute.allocate, compute.pin, points.found, keep)
+    request = PlanRequest(update, weights, states, clip, gradient_accumulation_steps, bool(paths), keep)
+    planner = Planner(compute, units, paths, budget, request, form)
+    threads = psutil.cpu_count(logical=True) or 1
+    session = Session(model, units, compute, planner, placed, gradient_accumulation_steps, micro_batch, threads)
     _move_buffers(model, compute)
-    points.buffers = lambda: persistent_buffers(model)
     streaming = StreamingOptimizer(settings, session.placeholders, lambda: _finish(model), points.step)
-    session.hypers = streaming.hypers
-    session.max_grad_norm = settings.max_grad_norm
+    session.hypers, session.max_grad_norm = streaming.hypers, settings.max_grad_norm
     session.segments = [_segments(unit, session, streaming) for unit in units]
-
-    def fill(opened: PlacedStore) -> None:
-        if points.found:
-            points.restore(opened, prepared(model).on_load)
-            streaming.num_steps = points.step
-        else:
-            load_weights(opened, units, source, prepared(model).on_load)
-            points.begin(opened)
-
-    placed.on_open = fill
-    weight_bytes = sum(unit.layout.weight_bytes for unit in units)
-    extent_bytes = sum(unit.layout.extent_bytes for unit in units)
-    directory = origin.directory if origin else None
-    unexpected = source.unexpected if isinstance(source, DirectorySource) else []
-    written_as = source.written_as if isinstance(source, DirectorySource) else {}
-    _sessions[model] = Prepared(
-        session, streaming, points, budget, planner, directory, weight_bytes, extent_bytes, unexpected, written_as
+    parts = Prepared(
+        session,
+        streaming,
+        points,
+        budget,
+        planner,
+        origin.directory if origin else None,
+        sum(layout.weight_bytes for layout in layouts),
+        sum(layout.extent_bytes for layout in layouts),
+        source.unexpected if isinstance(source, DirectorySource) else [],
+        source.written_as if isinstance(source, DirectorySource) else {},
     )
+    placed.on_open = lambda opened: _fill(opened, parts, source)
+    _sessions[model] = parts
     _adapt(model, session)
     if example is not None:
         try:
@@ -216,6 +167,32 @@ def prepare(
             _give_back(model, session, in_memory)
             raise
     return model, streaming
+
+
+def _check(model: nn.Module, settings: Settings, micro_batch: int | None, accumulation: int) -> None:
+    """Raise UsageError for what cannot be prepared."""
+    if not isinstance(settings, (AdamW, Lion, SGD)):
+        raise UsageError(
+            f"the optimizer is a {type(settings).__name__}: give spillway.AdamW(...), spillway.Lion(...) or "
+            f"spillway.SGD(...), whose states can rest outside the device"
+        )
+    for name, count in (("micro_batch", micro_batch), ("gradient_accumulation_steps", accumulation)):
+        if count is not None and count < 1:
+            raise UsageError(f"{name} must be at least 1, not {count}")
+    if model in _sessions:
+        raise UsageError("this model was prepared before: build or load it anew")
+    if model not in _origins and any(param.is_meta for param in model.parameters()):
+        raise UsageError("the model is on the meta device and was not made by spillway.load: there are no weights")
+
+
+def _fill(opened: PlacedStore, parts: Prepared, source: WeightSource) -> None:
+    """Put the store's first content to rest: the saved point that is gone on from, or the weights of the source."""
+    if parts.points.found:
+        parts.points.restore(opened, parts.on_load)
+        parts.optimizer.num_steps = parts.points.step
+    else:
+        load_weights(opened, parts.session.units, source, parts.on_load)
+        parts.points.begin(opened)
 
 
 def _give_back(model: nn.Module, session: Session, in_memory: dict[str, torch.Tensor]) -> None:
@@ -344,162 +321,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
 
 
-def make_budget(
-    device: Device,
-    geometry: Geometry | None,
-    device_memory: str | int | None,
-    host_memory: str | int | None,
-    disk_memory: str | int | None,
-    counted_bytes: int = 0,
-) -> Budget:
-    """Bytes of each tier that may be used: what the user gave, otherwise nine tenths of what is free. `counted_bytes`
-    of the process are weights that will have moved into the store."""
-    process = max(process_bytes() - counted_bytes, 0) + _PROCESS_RESERVE
-    host = _size(host_memory, "host_memory")
-    most = free_host_bytes() + process_bytes()
-    if host is None:
-        host = int(0.9 * most)
-    elif host > 1.05 * most:
-        warnings.warn(
-            f"host_memory is {format_size(host)} and {format_size(most)} are free on this machine: "
-            f"{format_size(0.95 * most)} are used",
-            BudgetWarning,
-            stacklevel=3,
-        )
-        host = int(0.95 * most)
-    host = min(host, most)
-    have_device = _size(device_memory, "device_memory")
-    if have_device is None:
-        free = host if device.kind == "cpu" else torch.cuda.mem_get_info(device.torch_device)[0]
-        have_device = int(0.95 * free) if device.kind != "cpu" else free
-    disk = _size(disk_memory, "disk_memory")
-    free_disk = 0
-    if geometry is not None:
-        free_disk = free_on(geometry)
-    return Budget(have_device, host, free_disk if disk is None else min(disk, free_disk), process)
-
-
-def _size(text: str | int | None, name: str) -> int | None:
-    if text is None:
-        return None
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise UsageError(f"{name}: {error}") from error
-
-
-class _Planner:
-    """Measures the machine once, then plans any profile."""
-
-    def __init__(
-        self,
-        device: Device,
-        units: tuple[Unit, ...],
-        paths: tuple[Path, ...],
-        budget: Budget,
-        request: PlanRequest,
-        settings: Settings,
-    ) -> None:
-        self._device = device
-        self._dtype = max((unit.layout for unit in units), key=lambda layout: layout.num_trainable).dtype
-        self._paths = paths
-        self._budget = budget
-        self._request = request
-        self._form = state_format(settings)
-        self._placed: Plan | None = None
-        self._hardware: HardwareSpec | None = None
-
-    @property
-    def hardware(self) -> HardwareSpec:
-        """What the last plan was made for."""
-        if self._hardware is None:
-            raise UsageError("nothing is planned before the first batch (or the example) is known")
-        return self._hardware
-
-    def _measure(self, profile: ModelProfile) -> HardwareSpec:
-        """This machine, measured once, with the widest unit and the longest call of the model."""
-        if self._hardware is None:
-            # A transformer block of width h has about 12 h^2 parameters.
-            hidden = math.isqrt(max((unit.num_params for unit in profile.units), default=0) // 12)
-            rows = profile.tokens // max((call.chunks for call in profile.calls if call.kind == "FORWARD"), default=1)
-            self._hardware = measure(
-                self._device.torch_device,
-                self._dtype,
-                self._paths,
-                lambda target, source: self._device.copy("upload", target, source, []),
-                rows,
-                hidden,
-                self._form,
-                max(self._budget.host_bytes - self._budget.process_bytes, 16 << 20),
-            )
-        return self._hardware
-
-    def __call__(self, profile: ModelProfile, is_open: bool) -> Plan:
-        """The plan; once weights rest somewhere they stay there."""
-        fixed = self._placed.placement.units if is_open and self._placed is not None else None
-        request = replace(self._request, fixed=fixed)
-        plan = make_plan(profile, self._measure(profile), self._budget, request)
-        if not is_open:
-            self._placed = plan
-        return plan
-
-
 def _finish(model: nn.Module) -> Any:
     parts = prepared(model)
     result = parts.session.finish()
     parts.optimizer.num_steps += 1
     parts.points.after_step(parts.session.store, parts.optimizer.num_steps)
     return result
-
-
-def _find_geometry(
-    points: SavedPoints, paths: tuple[Path, ...], resume: bool | str | os.PathLike[str]
-) -> Geometry | None:
-    """How the store is cut over its drives: as it was, or, for a new or moved one, by their measured speed."""
-    named = Path(resume).expanduser().resolve() if isinstance(resume, (str, os.PathLike)) else None
-    if not paths:
-        if resume:
-            raise UsageError("resume= needs store=: the directories that training goes on in")
-        return None
-    elsewhere = named is not None and named.resolve() != paths[0].resolve()
-    if elsewhere and manifest_files(paths[0]):
-        raise UsageError(f"{paths[0]} holds another run than {named}: choose an empty store to move that one to")
-    directory = points.directory = named or _holder(paths)
-    found = points.find(bool(resume))
-    if not found:
-        if named is not None:
-            raise UsageError(f"there is no saved point in {named} to resume from")
-        refuse_foreign(paths)
-        return Geometry(tuple(map(str, paths)), measure_shares(paths))
-    geometry = find_geometry(directory, found[0], paths)
-    if geometry is None:
-        whole = points.first_whole()
-        refuse_foreign(tuple(path for path in paths if str(path) not in whole.geometry.paths))
-        move(directory, whole, paths, measure_shares(paths))
-        points.directory = paths[0]
-        geometry = points.find(True)[0].geometry
-    points.directory = Path(geometry.paths[0])
-    return geometry
-
-
-def _holder(paths: tuple[Path, ...]) -> Path:
-    """The path with the manifests: the first, or another where the order was changed. Raises UsageError where another
-    path holds a run of other paths."""
-    for path in paths[1:]:
-        found = load_manifests(path)[0]
-        if not found:
-            continue
-        if {Path(was).resolve() for was in found[0].geometry.paths} == set(paths):
-            return path
-        raise UsageError(f"{path} holds step {found[0].step} of another run: choose other store paths")
-    return paths[0]
-
-
-def _store_paths(store: Any) -> tuple[Path, ...]:
-    if store is None:
-        return ()
-    given = [store] if isinstance(store, (str, os.PathLike)) else list(store)
-    return tuple(Path(path).expanduser().resolve() for path in given)
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:

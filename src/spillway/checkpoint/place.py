@@ -1,0 +1,67 @@
+"""Where a run's store lies: a new one, the one of last time, or that one moved to other drives."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from spillway.checkpoint.points import SavedPoints
+from spillway.hardware.probe import measure_shares
+from spillway.spec.errors import UsageError
+from spillway.store.disk import Geometry, refuse_foreign
+from spillway.store.manifest import load_manifests, manifest_files
+from spillway.store.move import find_geometry, move
+
+
+def place_store(points: SavedPoints, paths: tuple[Path, ...], resume: bool | str | os.PathLike[str]) -> Geometry | None:
+    """How the store is cut over its drives: as it was, or, for a new or moved one, by their measured speed. `points`
+    then knows its saved points and their directory; None without paths.
+
+    Raises UsageError where a run would be overwritten or there is none to go on from, DiskError where it is damaged.
+    """
+    named = Path(resume).expanduser().resolve() if isinstance(resume, (str, os.PathLike)) else None
+    if not paths:
+        if resume:
+            raise UsageError("resume= needs store=: the directories that training goes on in")
+        return None
+    elsewhere = named is not None and named.resolve() != paths[0].resolve()
+    if elsewhere and manifest_files(paths[0]):
+        raise UsageError(f"{paths[0]} holds another run than {named}: choose an empty store to move that one to")
+    directory = points.directory = named or _holder(paths)
+    found = points.find(bool(resume))
+    if not found:
+        if named is not None:
+            raise UsageError(f"there is no saved point in {named} to resume from")
+        refuse_foreign(paths)
+        return Geometry(tuple(map(str, paths)), measure_shares(paths))
+    geometry = find_geometry(directory, found[0], paths)
+    if geometry is None:
+        whole = points.first_whole()
+        refuse_foreign(tuple(path for path in paths if str(path) not in whole.geometry.paths))
+        move(directory, whole, paths, measure_shares(paths))
+        points.directory = paths[0]
+        geometry = points.find(True)[0].geometry
+    points.directory = Path(geometry.paths[0])
+    return geometry
+
+
+def _holder(paths: tuple[Path, ...]) -> Path:
+    """The path with the manifests: the first, or another where the order was changed. Raises UsageError where another
+    path holds a run of other paths."""
+    for path in paths[1:]:
+        found = load_manifests(path)[0]
+        if not found:
+            continue
+        if {Path(was).resolve() for was in found[0].geometry.paths} == set(paths):
+            return path
+        raise UsageError(f"{path} holds step {found[0].step} of another run: choose other store paths")
+    return paths[0]
+
+
+def store_paths(
+    store: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+) -> tuple[Path, ...]:
+    """One or more directories as absolute paths."""
+    if store is None:
+        return ()
+    given = [store] if isinstance(store, (str, os.PathLike)) else list(store)
+    return tuple(Path(path).expanduser().resolve() for path in given)

@@ -1,0 +1,124 @@
+"""What this machine may give to one model, and the plan for it."""
+
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from spillway.hardware.limits import free_host_bytes, process_bytes
+from spillway.hardware.probe import measure
+from spillway.model.units import Unit
+from spillway.plan.search import PlanRequest, make_plan
+from spillway.runtime.device import Device
+from spillway.spec.errors import BudgetWarning, UsageError
+from spillway.spec.hardware import Budget, HardwareSpec
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Plan
+from spillway.spec.sizes import format_size, parse_size
+from spillway.spec.state import StateFormat
+from spillway.store.disk import Geometry, free_on
+
+# What libraries, threads and the user's data still take after the plan was made.
+_PROCESS_RESERVE = 160 << 20
+
+
+def make_budget(
+    device: Device,
+    geometry: Geometry | None,
+    device_memory: str | int | None,
+    host_memory: str | int | None,
+    disk_memory: str | int | None,
+    counted_bytes: int = 0,
+) -> Budget:
+    """Bytes of each tier that may be used: what the user gave, otherwise nine tenths of what is free. `counted_bytes`
+    of the process are weights that will have moved into the store."""
+    process = max(process_bytes() - counted_bytes, 0) + _PROCESS_RESERVE
+    host = _size(host_memory, "host_memory")
+    most = free_host_bytes() + process_bytes()
+    if host is None:
+        host = int(0.9 * most)
+    elif host > 1.05 * most:
+        warnings.warn(
+            f"host_memory is {format_size(host)} and {format_size(most)} are free on this machine: "
+            f"{format_size(0.95 * most)} are used",
+            BudgetWarning,
+            stacklevel=3,
+        )
+        host = int(0.95 * most)
+    host = min(host, most)
+    have_device = _size(device_memory, "device_memory")
+    if have_device is None:
+        free = host if device.kind == "cpu" else torch.cuda.mem_get_info(device.torch_device)[0]
+        have_device = int(0.95 * free) if device.kind != "cpu" else free
+    disk = _size(disk_memory, "disk_memory")
+    free_disk = 0
+    if geometry is not None:
+        free_disk = free_on(geometry)
+    return Budget(have_device, host, free_disk if disk is None else min(disk, free_disk), process)
+
+
+def _size(text: str | int | None, name: str) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}") from error
+
+
+class Planner:
+    """Measures the machine once, then plans any profile."""
+
+    def __init__(
+        self,
+        device: Device,
+        units: tuple[Unit, ...],
+        paths: tuple[Path, ...],
+        budget: Budget,
+        request: PlanRequest,
+        form: StateFormat,
+    ) -> None:
+        self._device = device
+        self._dtype = max((unit.layout for unit in units), key=lambda layout: layout.num_trainable).dtype
+        self._paths = paths
+        self._budget = budget
+        self._request = request
+        self._form = form
+        self._placed: Plan | None = None
+        self._hardware: HardwareSpec | None = None
+
+    @property
+    def hardware(self) -> HardwareSpec:
+        """What the last plan was made for."""
+        if self._hardware is None:
+            raise UsageError("nothing is planned before the first batch (or the example) is known")
+        return self._hardware
+
+    def _measure(self, profile: ModelProfile) -> HardwareSpec:
+        """This machine, measured once, with the widest unit and the longest call of the model."""
+        if self._hardware is None:
+            # A transformer block of width h has about 12 h^2 parameters.
+            hidden = math.isqrt(max((unit.num_params for unit in profile.units), default=0) // 12)
+            rows = profile.tokens // max((call.chunks for call in profile.calls if call.kind == "FORWARD"), default=1)
+            self._hardware = measure(
+                self._device.torch_device,
+                self._dtype,
+                self._paths,
+                lambda target, source: self._device.copy("upload", target, source, []),
+                rows,
+                hidden,
+                self._form,
+                max(self._budget.host_bytes - self._budget.process_bytes, 16 << 20),
+            )
+        return self._hardware
+
+    def __call__(self, profile: ModelProfile, is_open: bool) -> Plan:
+        """The plan; once weights rest somewhere they stay there."""
+        fixed = self._placed.placement.units if is_open and self._placed is not None else None
+        request = replace(self._request, fixed=fixed)
+        plan = make_plan(profile, self._measure(profile), self._budget, request)
+        if not is_open:
+            self._placed = plan
+        return plan
