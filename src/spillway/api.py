@@ -17,7 +17,7 @@ from spillway.checkpoint.points import SavedPoints
 from spillway.checkpoint.save import MAX_SHARD_BYTES, WrittenAs, save_weights
 from spillway.checkpoint.sources import DirectorySource, ModuleSource, WeightSource
 from spillway.model.units import Unit, find_units
-from spillway.optim.config import SGD, AdamW, Lion, Settings, state_format
+from spillway.optim.config import SGD, AdamW, Lion, Rule, state_format
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.plan.search import PlanRequest
 from spillway.planner import Planner, make_budget
@@ -94,7 +94,7 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def prepare(
     model: nn.Module,
-    optimizer: Settings | None = None,
+    optimizer: Rule | None = None,
     *,
     store: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     device: str = "auto",
@@ -169,7 +169,7 @@ def prepare(
     return model, streaming
 
 
-def _check(model: nn.Module, settings: Settings, micro_batch: int | None, accumulation: int) -> None:
+def _check(model: nn.Module, settings: Rule, micro_batch: int | None, accumulation: int) -> None:
     """Raise UsageError for what cannot be prepared."""
     if not isinstance(settings, (AdamW, Lion, SGD)):
         raise UsageError(

@@ -21,7 +21,7 @@ from spillway.integrations.huggingface import (
     max_positions,
 )
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
-from spillway.optim.config import NAMED, Settings, settings_of, state_format
+from spillway.optim.config import NAMED, Rule, settings_of, state_format
 from spillway.plan.search import PlanRequest, make_plan
 from spillway.plan.simulate import simulate
 from spillway.report.progress import Reporter
@@ -76,11 +76,11 @@ class Question:
         disk = given(self.options.disk_memory, machine.disk_bytes)
         return Budget(given(self.options.device_memory, device), host, disk, process)
 
-    def settings(self, **changed: Any) -> Settings:
+    def settings(self, **changed: Any) -> Rule:
         """The optimizer."""
         return settings_of(replace(self.options, **changed))
 
-    def profile(self, rows: int | None = None, layers: int | None = None, settings: Settings | None = None) -> Any:
+    def profile(self, rows: int | None = None, layers: int | None = None, settings: Rule | None = None) -> Any:
         """Of a step with so many rows (as many as the options say), and of so many blocks. Rows that are accumulated
         are computed one micro-batch after another inside each unit, as `train` does."""
         options = self.options

@@ -9,9 +9,9 @@ from spillway.spec.options import TrainOptions
 from spillway.spec.state import MOMENTS, StateFormat
 
 
-@dataclass(frozen=True, slots=True)
-class AdamW:
-    """Settings of AdamW (Loshchilov and Hutter 2019); exact, with fp32 master weights and moments, unless narrowed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What every rule has.
 
     Norm weights and biases (parameters of one dimension) are not decayed unless `decay_all`. `max_grad_norm` clips by
     the exact global norm of all gradients, as torch.nn.utils.clip_grad_norm_ does; None turns clipping off.
@@ -20,46 +20,43 @@ class AdamW:
     ones are rounded stochastically. On disk a parameter takes 4 bytes plus those of its moments; 3 with 24 bits.
     """
 
+    max_grad_norm: float | None = 1.0
+    decay_all: bool = False
+    moments: str = "float32"
+    master_bits: int = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW(Settings):
+    """AdamW (Loshchilov and Hutter 2019); exact, with fp32 master weights and moments, unless narrowed."""
+
     lr: float = 2e-5
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    max_grad_norm: float | None = 1.0
-    decay_all: bool = False
-    moments: str = "float32"
-    master_bits: int = 32
 
     rule: ClassVar[str] = "adamw"
 
 
-@dataclass(frozen=True, slots=True)
-class Lion:
-    """Settings of Lion (Chen et al. 2023, Algorithm 2): one moment, steps of equal size. The rest as in AdamW."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lion(Settings):
+    """Lion (Chen et al. 2023, Algorithm 2): one moment, steps of equal size."""
 
     lr: float = 2e-6
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.1
-    max_grad_norm: float | None = 1.0
-    decay_all: bool = False
-    moments: str = "float32"
-    master_bits: int = 32
 
     rule: ClassVar[str] = "lion"
     eps: ClassVar[float] = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class SGD:
-    """Settings of SGD with momentum, as in torch.optim.SGD (weight decay is added to the gradient). The rest as in
-    AdamW."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGD(Settings):
+    """SGD with momentum, as in torch.optim.SGD (weight decay is added to the gradient)."""
 
     lr: float = 1e-3
     momentum: float = 0.9
     weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
-    decay_all: bool = False
-    moments: str = "float32"
-    master_bits: int = 32
 
     rule: ClassVar[str] = "sgd"
     eps: ClassVar[float] = 0.0
@@ -70,7 +67,7 @@ class SGD:
         return (self.momentum, 0.0)
 
 
-Settings = AdamW | Lion | SGD
+Rule = AdamW | Lion | SGD
 # The names of --optim: the class and its moments.
 NAMED: dict[str, tuple[type[AdamW] | type[Lion] | type[SGD], str]] = {
     "adamw": (AdamW, "float32"),
@@ -82,7 +79,7 @@ NAMED: dict[str, tuple[type[AdamW] | type[Lion] | type[SGD], str]] = {
 }
 
 
-def state_format(settings: Settings) -> StateFormat:
+def state_format(settings: Rule) -> StateFormat:
     """What these settings keep of every parameter. Raises UsageError for widths and values there are not."""
     if not settings.lr >= 0:
         raise UsageError(f"the learning rate must not be negative, as {settings.lr} is")
@@ -97,7 +94,7 @@ def state_format(settings: Settings) -> StateFormat:
     return StateFormat(settings.rule, settings.moments, settings.master_bits - 16)
 
 
-def settings_of(options: TrainOptions) -> Settings:
+def settings_of(options: TrainOptions) -> Rule:
     """What the options of a run ask for. Raises UsageError for an optimizer there is not."""
     if options.optim not in NAMED:
         near = difflib.get_close_matches(options.optim, NAMED, 1)

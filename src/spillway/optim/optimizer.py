@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spillway.optim.config import Settings
+from spillway.optim.config import Rule
 from spillway.optim.update import Hyper
 from spillway.spec.errors import UsageError
 
@@ -19,7 +19,7 @@ class StreamingOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, settings: Settings, params: dict[str, nn.Parameter], finish: Callable[[], Any], first_step: int = 0
+        self, settings: Rule, params: dict[str, nn.Parameter], finish: Callable[[], Any], first_step: int = 0
     ) -> None:
         decayed = [param for param in params.values() if param.requires_grad and _decays(param, settings)]
         plain = [param for param in params.values() if param.requires_grad and not _decays(param, settings)]
@@ -63,5 +63,5 @@ class StreamingOptimizer(torch.optim.Optimizer):
         """Nothing to do: gradients start at zero after every step."""
 
 
-def _decays(param: nn.Parameter, settings: Settings) -> bool:
+def _decays(param: nn.Parameter, settings: Rule) -> bool:
     return settings.decay_all or param.dim() > 1
