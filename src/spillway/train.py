@@ -106,35 +106,39 @@ class _Run:
             self._data.samples, rows, self._max_length, options.seed, options.packing, pad_id(tokenizer)
         )
         self._total = self._count_steps()
-        settings = settings_of(options)
+        self._prepare(model, resumed)
+        self._open(resumed)
+        if resumed:
+            self._resume()
+        self._write_plan()
+        self._exercise_save()
+
+    def _prepare(self, model: torch.nn.Module, resumed: bool) -> None:
+        options, say = self._options, self._reporter.say
         with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always", BudgetWarning)
-            model, self._optimizer = prepare(
+            self._model, self._optimizer = prepare(
                 model,
-                settings,
+                settings_of(options),
                 store=self._stores,
-                device=options.device,
-                device_memory=options.device_memory,
-                host_memory=options.host_memory,
-                disk_memory=options.disk_memory,
-                micro_batch=options.per_device_train_batch_size,
-                update=options.update,
-                weights=options.weights,
-                states=options.states,
                 resume=self._saved_in if resumed else False,
                 keep=KeepPoints(options.save_total_limit, True),
+                **options.placement(),
             )
         for note in notes:
             if issubclass(note.category, BudgetWarning):
                 say(f"note: {note.message}")
-        self._model = model
         self._parts: Prepared = prepared(model)
         self._parts.points.at_commit = lambda: {"written": json.dumps(self._written())}
         self._parts.points.on_commit = lambda step: note_saved(self._directory, step)
-        if self._parts.unexpected:
-            names = ", ".join(self._parts.unexpected[:3]) + (", ..." if len(self._parts.unexpected) > 3 else "")
-            say(f"warning: {directory} has {len(self._parts.unexpected)} tensors this model has no use for: {names}")
+        extra = self._parts.unexpected
+        if extra:
+            names = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
+            say(f"warning: {options.model} has {len(extra)} tensors this model has no use for: {names}")
         model.train()
+
+    def _open(self, resumed: bool) -> None:
+        """Plan for the longest batch, take the memory, and bring weights and states to rest."""
         session = self._parts.session
         self._device = session.device.torch_device
         longest = {key: tensor.to(self._device) for key, tensor in self._batches.longest().items()}
@@ -143,11 +147,7 @@ class _Run:
             self._parts.on_load = counter.advance
             session.open((), longest)
         for warning in self._parts.points.warnings:
-            say(f"warning: {warning}")
-        if resumed:
-            self._resume()
-        self._write_plan()
-        self._exercise_save()
+            self._reporter.say(f"warning: {warning}")
 
     def _make_directory(self) -> None:
         if not is_free(self._directory):
@@ -294,9 +294,7 @@ class _Run:
         names = save_weights(source, session.units, persistent_buffers(self._model), trial, only=index)
         written = load_file(trial / names[0])
         for place in unit.layout.places:
-            if not torch.equal(
-                written[place.name], read_parameter(StoreBytes(session.store), index, place, unit.layout)
-            ):
+            if not torch.equal(written[place.name], read_parameter(source, index, place, unit.layout)):
                 raise DiskError(f"{place.name} came back changed from {trial}: the drive or its file system is faulty")
         shutil.rmtree(trial)
 

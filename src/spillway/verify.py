@@ -139,18 +139,7 @@ def _streamed(
     )
     settings = _exact(options)
     with tempfile.TemporaryDirectory(dir=run, prefix="verify-") as store:
-        model, optimizer = prepare(
-            model,
-            settings,
-            store=store,
-            device=options.device,
-            device_memory=options.device_memory,
-            host_memory=options.host_memory,
-            micro_batch=options.per_device_train_batch_size,
-            update=options.update,
-            weights=options.weights,
-            states=options.states,
-        )
+        model, optimizer = prepare(model, settings, store=store, **options.placement())
         try:
             _drop_nothing(model.train())
             device = prepared(model).session.device.torch_device

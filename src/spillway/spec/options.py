@@ -1,6 +1,7 @@
 """What a training run can be told."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from spillway.spec.errors import UsageError
 from spillway.spec.plan import TIERS, UPDATE_MODES
@@ -64,6 +65,19 @@ class TrainOptions:
     states: str = "auto"
     max_writes: str | None = None
     allow_pickle: bool = False
+
+    def placement(self) -> dict[str, Any]:
+        """What `spillway.prepare` is told of memory and placement."""
+        return {
+            "device": self.device,
+            "device_memory": self.device_memory,
+            "host_memory": self.host_memory,
+            "disk_memory": self.disk_memory,
+            "micro_batch": self.per_device_train_batch_size,
+            "update": self.update,
+            "weights": self.weights,
+            "states": self.states,
+        }
 
     def check(self) -> None:
         """Raise UsageError naming the first value that makes no sense."""
