@@ -115,7 +115,7 @@ def prepare(
     `model`: from `load`, or any nn.Module in memory (its parameters then move into the store). `store`: one or more
     directories on fast drives; without any, everything rests in host memory. Memory sizes as people write them
     ("24GB"); by default what is free. `micro_batch`: rows computed at a time inside each unit. `update`: "auto",
-    "serial" or "overlap". `weights`, `states`: "auto", "device", "host" or "disk". `example`: keyword
+    "serial", "overlap" or "deferred". `weights`, `states`: "auto", "device", "host" or "disk". `example`: keyword
     arguments of the longest batch to come; with it everything is planned and checked now, otherwise at the first
     forward. `resume`: go on from the last saved point in `store`, or in the directory given; budgets, device and drives
     may differ from those of the run that saved it. `keep`: how many saved points stay, and whether they are also made
@@ -157,6 +157,7 @@ def prepare(
         source.unexpected if isinstance(source, DirectorySource) else [],
         source.written_as if isinstance(source, DirectorySource) else {},
     )
+    session.on_rest = lambda: points.at_rest(placed)
     placed.on_open = lambda opened: _fill(opened, parts, source)
     _sessions[model] = parts
     _adapt(model, session)
@@ -249,7 +250,7 @@ def save_pretrained(
     needs host memory for one window, not for the model. Returns the directory."""
     parts = prepared(model)
     session, path = parts.session, Path(directory)
-    session.settle()
+    session.come_to_rest()
     _refuse_unfinished(session)
     if not session.is_open:
         session.open()
@@ -283,7 +284,7 @@ def save_point(model: nn.Module) -> int:
         raise UsageError("there is no store to save to: pass store= to prepare")
     if not parts.session.is_open:  # or closed, which this says
         raise UsageError("nothing was trained yet: there is no step to save")
-    parts.session.settle()
+    parts.session.come_to_rest()
     _refuse_unfinished(parts.session)
     if parts.optimizer.num_steps == 0:
         raise UsageError("nothing was trained yet: there is no step to save")
@@ -296,7 +297,7 @@ def close(model: nn.Module) -> None:
     parts = prepared(model)
     try:
         if parts.session.is_running:
-            parts.session.settle()
+            parts.session.come_to_rest()
             parts.points.settle(parts.session.store)
     finally:
         parts.session.close()
@@ -305,7 +306,7 @@ def close(model: nn.Module) -> None:
 def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter as it is at rest, whole, on the CPU: for small models and for tests."""
     session = prepared(model).session
-    session.settle()
+    session.come_to_rest()
     if not session.is_open:
         session.open()
     return {
@@ -325,7 +326,10 @@ def _finish(model: nn.Module) -> Any:
     parts = prepared(model)
     result = parts.session.finish()
     parts.optimizer.num_steps += 1
-    parts.points.after_step(parts.session.store, parts.optimizer.num_steps)
+    if parts.session.is_due:
+        parts.points.note_step(parts.optimizer.num_steps)
+    else:
+        parts.points.after_step(parts.session.store, parts.optimizer.num_steps)
     return result
 
 

@@ -243,7 +243,6 @@ def with_drives(machine: Machine, count: int) -> Machine:
 def _figures(base: PlanReport, question: Question, machine: Machine, plan: Plan, profile: ModelProfile) -> PlanReport:
     trace = simulate(plan.ops, plan.pools, machine.hardware)
     flops = 3 * sum(call.flops for call in profile.calls)
-    written = sum(op.amount for op in plan.ops if op.kind == "WRITE")
     spread = _SPREAD_MEASURED if question.measured else _SPREAD_CATALOGUE
     run = plan.step_seconds * question.steps
     tokens_per_s = base.tokens / plan.step_seconds
@@ -263,10 +262,10 @@ def _figures(base: PlanReport, question: Question, machine: Machine, plan: Plan,
         placement={
             part: _count([getattr(where, part) for where in plan.placement.units]) for part in ("weights", "states")
         },
-        written_bytes=written,
+        written_bytes=plan.bytes_written,
         run_seconds=((1 - spread) * run, (1 + spread) * run),
-        run_written_bytes=written * question.steps,
-        endurance_share=written * question.steps / endurance if endurance else 0.0,
+        run_written_bytes=plan.bytes_written * question.steps,
+        endurance_share=plan.bytes_written * question.steps / endurance if endurance else 0.0,
         dollars_per_million_tokens=per_second / tokens_per_s * 1e6,
         notes=plan.notes,
     )

@@ -442,7 +442,7 @@ class _Run:
 
     def _save_point(self, background: bool = False) -> None:
         if self._progress.step > 0:
-            self._parts.session.settle()
+            self._parts.session.come_to_rest()
             self._parts.points.save(self._parts.session.store, self._progress.step, background)
             if not background:
                 self._parts.points.settle(self._parts.session.store)

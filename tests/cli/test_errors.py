@@ -165,7 +165,7 @@ def test_an_option_comes_from_flag_before_file_before_default(model: Path, data:
     config = json.loads((out / "config.json").read_text())
     assert config["seed"] == {"value": 6, "origin": "flag"}
     assert config["max_steps"] == {"value": 2, "origin": "file"}
-    assert config["update"] == {"value": "serial", "origin": "planner"}
+    assert config["update"] == {"value": "deferred", "origin": "planner"}
 
 
 def test_the_first_help_page_is_short_and_the_second_has_everything(capsys: pytest.CaptureFixture[str]) -> None:

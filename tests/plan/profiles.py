@@ -68,7 +68,9 @@ def requests(draw: st.DrawFn) -> dict[str, object]:
         )
     )
     return {
-        "update": draw(st.sampled_from(["auto", "serial"] if clip else ["auto", "serial", "overlap"])),
+        "update": draw(
+            st.sampled_from(["auto", "serial", "deferred"] if clip else ["auto", "serial", "overlap", "deferred"])
+        ),
         "weights": weights,
         "states": states,
         "clip": clip,

@@ -30,7 +30,7 @@ def test_any_plan_stays_within_its_budget_runs_to_its_end_and_survives_json(
     assert plan.peaks.device <= budget.device_bytes
     assert plan.peaks.host <= budget.host_bytes
     assert plan.peaks.disk <= budget.disk_bytes
-    for ops in (plan.ops, plan.accumulate_ops):
+    for ops in plan.lists:
         assert len(simulate(ops, plan.pools, profiles.MACHINE).spans) == len(ops)
     assert from_json(Plan, to_json(plan)) == plan
 

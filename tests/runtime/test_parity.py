@@ -12,6 +12,7 @@ import models
 import reference
 import spillway
 from spillway.api import close, prepared, read_parameters
+from spillway.spec.plan import UPDATE_MODES
 
 STEPS = 20
 LR = 1e-3
@@ -69,7 +70,7 @@ def train(
 
 
 def assert_equal_to_plain(case: Case, tmp_path: Path) -> None:
-    clip = 1.0 if case.update == "serial" else None
+    clip = None if case.update == "overlap" else 1.0
     plain = models.MODELS[case.model]()
     losses, weights = train(case, copy.deepcopy(plain), tmp_path / "store", clip)
     expected = reference.train(plain, batches(case), LR, clip)
@@ -79,7 +80,7 @@ def assert_equal_to_plain(case: Case, tmp_path: Path) -> None:
 
 
 PLACES = ("disk", "host", "device")
-ALL = [Case(*choice) for choice in itertools.product(models.MODELS, PLACES, ("serial", "overlap"), (None, 1), (1, 4))]
+ALL = [Case(*choice) for choice in itertools.product(models.MODELS, PLACES, UPDATE_MODES, (None, 1), (1, 4))]
 # One of each model, placement, mode, cut and accumulation; the rest runs under -m full.
 SAMPLE = [case for index, case in enumerate(ALL) if index % 5 == 0]
 
@@ -97,9 +98,9 @@ def test_twenty_steps_equal_plain_pytorch_everywhere(case: Case, tmp_path: Path)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", ("disk", "host", "device"))
-@pytest.mark.parametrize("update", ("serial", "overlap"))
+@pytest.mark.parametrize("update", UPDATE_MODES)
 def test_twenty_steps_on_the_gpu_equal_plain_pytorch(place: str, update: str, tmp_path: Path) -> None:
-    clip = 1.0 if update == "serial" else None
+    clip = None if update == "overlap" else 1.0
     case = Case("llama", place, update, None, 1, "cuda")
     plain = models.llama()
     model, optimizer = spillway.prepare(
@@ -144,9 +145,7 @@ def test_bfloat16_gives_the_same_bits_as_fp32_masters(name: str, place: str, tmp
 @pytest.mark.parametrize("name", tuple(models.MODELS))
 def test_placement_and_update_mode_never_change_bits(name: str, tmp_path: Path) -> None:
     results = []
-    for index, (place, update) in enumerate(
-        itertools.product(("disk", "host", "device", "auto"), ("serial", "overlap"))
-    ):
+    for index, (place, update) in enumerate(itertools.product(("disk", "host", "device", "auto"), UPDATE_MODES)):
         case = Case(name, place, update, 2, 1)
         results.append(train(case, models.MODELS[name](), tmp_path / str(index), None))
     for losses, weights in results[1:]:

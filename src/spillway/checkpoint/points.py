@@ -37,6 +37,7 @@ class SavedPoints:
     found: tuple[Manifest, ...] = ()  # the newest first
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
     saved_step: int = 0
+    noted: "_Point | None" = None
     pending: "_Pending | None" = None
     at_commit: Callable[[], dict[str, str]] = dict  # what is only known when everything is written; joins `run`
     on_commit: Callable[[int], None] = lambda step: None
@@ -92,7 +93,19 @@ class SavedPoints:
     def after_step(self, store: PlacedStore, step: int) -> None:
         """Commit, where every step is a saved point; finish the one that was written during this step."""
         if self.directory is not None and self.every_step(store):
-            self._commit(store, self._describe(store, step))
+            self._commit(store, self._describe(step), _current(store))
+        else:
+            self.settle(store)
+
+    def note_step(self, step: int) -> None:
+        """The step is over but for its updates, which belong to the next forward."""
+        self.noted = self._describe(step)
+
+    def at_rest(self, store: PlacedStore) -> None:
+        """The updates of the step that was noted last are at rest: commit it, where every step is a saved point."""
+        point, self.noted = self.noted, None
+        if point is not None and self.directory is not None and self.every_step(store):
+            self._commit(store, point, _current(store))
         else:
             self.settle(store)
 
@@ -115,7 +128,7 @@ class SavedPoints:
             homes.drop_snapshot(places)
             raise
         homes.before_change = snapshot.before_change
-        self.pending = _Pending(snapshot, places, self._describe(store, step))
+        self.pending = _Pending(snapshot, places, self._describe(step), _current(store))
         if not background:
             self.settle(store)
 
@@ -132,7 +145,7 @@ class SavedPoints:
             raise
         finally:
             store.homes.before_change = lambda unit: None
-        self._commit(store, pending.point)
+        self._commit(store, pending.point, pending.extents)
 
     def every_step(self, store: PlacedStore) -> bool:
         """Whether nothing that training changes rests in memory only."""
@@ -177,13 +190,13 @@ class SavedPoints:
         self.run = dict(found[0].run)
         self.saved_step = found[0].step
 
-    def _describe(self, store: PlacedStore, step: int) -> "_Point":
+    def _describe(self, step: int) -> "_Point":
         """What the present state is, apart from what the extents hold."""
         buffers = {name: to_text(tensor) for name, tensor in self.buffers().items()}
-        extents = tuple(home.current for home in store.homes.units)
-        return _Point(step, extents, _rng(), dict(self.run), buffers)
+        return _Point(step, _rng(), dict(self.run), buffers)
 
-    def _commit(self, store: PlacedStore, point: "_Point") -> None:
+    def _commit(self, store: PlacedStore, point: "_Point", extents: tuple[int, ...]) -> None:
+        """`extents`: the one of each unit that holds the point."""
         if self.directory is None:
             return
         units = tuple(
@@ -193,7 +206,7 @@ class SavedPoints:
                 home.layout.extent_bytes,
                 home.checks[extent].to_text(),
             )
-            for unit, home, extent in zip(self.units, store.homes.units, point.extents, strict=True)
+            for unit, home, extent in zip(self.units, store.homes.units, extents, strict=True)
         )
         geometry = store.homes.need_disk().geometry
         name = native.checksum_name()
@@ -209,7 +222,7 @@ class SavedPoints:
         )
         save_manifest(self.directory, manifest, self.keep_last)
         self.found = (manifest, *self.found)[: self.keep_last]
-        for home, extent in zip(store.homes.units, point.extents, strict=True):
+        for home, extent in zip(store.homes.units, extents, strict=True):
             home.saved = (extent, *home.saved)[: self.keep_last]
         self.saved_step = point.step
         self.on_commit(point.step)
@@ -217,10 +230,9 @@ class SavedPoints:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A step about to be committed: the extent that each unit lies in, and what else goes on from there."""
+    """A step about to be committed: what goes on from there besides what lies in the extents."""
 
     step: int
-    extents: tuple[int, ...]
     rng: dict[str, str]
     run: dict[str, str]
     buffers: dict[str, str]
@@ -233,6 +245,11 @@ class _Pending:
     snapshot: Snapshot
     places: dict[int, int]
     point: _Point
+    extents: tuple[int, ...]
+
+
+def _current(store: PlacedStore) -> tuple[int, ...]:
+    return tuple(home.current for home in store.homes.units)
 
 
 def to_text(tensor: torch.Tensor) -> str:

@@ -44,7 +44,7 @@ MORE = {
     "seed": "Of the data order and of dropout.",
     "packing": "Several samples to a row, each by itself.",
     "dtype": "bfloat16 (with fp32 masters) or float32.",
-    "update": "auto, serial or overlap: when weights are updated.",
+    "update": "auto, serial, overlap or deferred: when weights are updated.",
     "weights": "auto, device, host or disk: where weights rest.",
     "states": "auto, device, host or disk: where optimizer states rest.",
     "max_writes": "Stop, saved, when this run has written so much to a drive, e.g. 50TB.",

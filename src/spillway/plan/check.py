@@ -13,9 +13,9 @@ from spillway.spec.plan import GROUPS, KINDS, LANES, Op, Plan, Pool
 
 
 def check(plan: Plan) -> None:
-    """Raise InvariantError, naming the operation, unless both lists of the plan can run to their end."""
+    """Raise InvariantError, naming the operation, unless every list of the plan can run to their end."""
     pools = {pool.name: pool for pool in plan.pools}
-    for ops in (plan.ops, plan.accumulate_ops):
+    for ops in plan.lists:
         check_ops(ops, pools)
 
 

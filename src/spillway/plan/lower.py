@@ -5,13 +5,13 @@ a pool are granted in it, and running it strictly one by one is always possible;
 plan.check). Fetches are therefore emitted as early as a slab is free, and no earlier.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from spillway.plan.pools import SlabNames
 from spillway.spec.errors import invariant
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Op, Placement, Pool
+from spillway.spec.plan import Op, Placement, Plan, Pool
 
 NO_UNIT = -1
 HOME = "home"
@@ -83,10 +83,17 @@ class _Builder:
 
 
 class Lowering:
-    """Writes the step of one placement. `final` is False for a step that only accumulates gradients."""
+    """Writes one forward and backward of a placement. `final`: it ends a step; otherwise it only accumulates gradients.
+    `due`: units whose update was deferred to it."""
 
     def __init__(
-        self, model: ModelProfile, placement: Placement, names: SlabNames, pools: tuple[Pool, ...], final: bool
+        self,
+        model: ModelProfile,
+        placement: Placement,
+        names: SlabNames,
+        pools: tuple[Pool, ...],
+        final: bool,
+        due: Iterable[int],
     ) -> None:
         self._model = model
         self._plan = placement
@@ -106,29 +113,71 @@ class Lowering:
         self._act_order = [use.call for use in self._uses if use.backward and self._moves_act(use.call)]
         self._next_act_read = 0
         self._next_act_upload = 0
+        self._due = set(due)
+        self._renewed: dict[int, int] = {}  # unit -> the operation after which its new weights may be fetched
         self._norms: list[int] = []
         self._grad_landed: dict[int, int] = {}
         self._ends: list[int] = []
+        self._committed: int | None = None
 
     def run(self) -> tuple[Op, ...]:
         """The list. Raises InvariantError if a pool is too small for even one operation at a time."""
-        for position, use in enumerate(self._uses):
+        turn = len(self._uses) // 2
+        deferred = bool(self._due)
+        self._catch_up_resident()
+        for position, use in enumerate(self._uses[:turn]):
             self._fetch_ahead(position)
-            if use.backward:
-                self._emit_backward(position, use)
-            else:
-                self._emit_forward(position, use)
+            self._emit_forward(position, use)
+        if deferred:
+            self._emit_rest_of_due()
+        for position, use in enumerate(self._uses[turn:], start=turn):
+            self._fetch_ahead(position)
+            self._emit_backward(position, use)
         self._emit_resident()
         if self._final:
-            if self._plan.update == "serial":
-                self._emit_serial_updates()
-            self._build.add("COMMIT", "write", NO_UNIT, "none", 0, self._all_ends())
+            self._emit_end()
         return tuple(self._build.ops)
 
-    def _all_ends(self) -> list[int | None]:
-        """What a step's end waits for: everything at rest, and the last operation where nothing is updated."""
+    def flush(self) -> tuple[Op, ...]:
+        """The updates that are due, by themselves."""
+        self._emit_rest_of_due()
+        return tuple(self._build.ops)
+
+    def _emit_end(self) -> None:
+        """With the last backward of a step: the updates that waited for it, or, where they are deferred, the norm."""
+        if self._plan.update == "deferred":
+            self._emit_norm()
+            return
+        if self._plan.update == "serial":
+            self._emit_serial_updates()
         last = len(self._build.ops) - 1
-        return [*self._ends, *([last] if last >= 0 else [])]
+        self._commit([*self._ends, *([last] if last >= 0 else [])])
+
+    def _commit(self, ends: list[int | None]) -> None:
+        self._committed = self._build.add("COMMIT", "write", NO_UNIT, "none", 0, ends)
+
+    # Deferred updates #
+
+    def _catch_up(self, unit: int) -> None:
+        """Before the first use of a unit: the update with the last step's gradient."""
+        if unit in self._due:
+            self._due.remove(unit)
+            self._renewed[unit] = self._emit_update(unit, None, HOME)
+
+    def _catch_up_resident(self) -> None:
+        """Parameters outside any unit may be used from the first line of the user's forward."""
+        unit = self._model.resident_unit
+        if unit is not None and unit in self._due:
+            self._catch_up(unit)
+            self._build.add("FORWARD", "compute", unit, "none", 0, [self._renewed[unit]], (), (), HOME)
+
+    def _emit_rest_of_due(self) -> None:
+        for unit in sorted(self._due):
+            self._catch_up(unit)
+        self._commit([*self._ends])
+
+    def _newest(self, unit: int) -> str:
+        return WRITTEN if unit in self._renewed else HOME
 
     # Weights: the window and its fetches #
 
@@ -185,26 +234,50 @@ class Lowering:
             if self._plan.units[load.unit].weights != "disk":
                 self._next_read += 1
                 continue
+            if self._is_handed_over(load.unit):
+                return self._try_hand_over(load)
             pool = self._names.weight(load.unit)
             if not self._build.has_room(pool):
                 return False
-            size = self._model.units[load.unit].weight_bytes
-            lease = f"w{load.unit}.{load.number}"
+            self._catch_up(load.unit)
+            size, renewed = self._model.units[load.unit].weight_bytes, self._renewed.get(load.unit)
+            lease, source = f"w{load.unit}.{load.number}", self._newest(load.unit)
             load.read = self._build.add(
-                "READ", "read", load.unit, "weight", size, [], ((pool, lease),), (), HOME, lease
+                "READ", "read", load.unit, "weight", size, [renewed], ((pool, lease),), (), source, lease
             )
             self._next_read += 1
             return True
         return False
 
+    def _is_handed_over(self, unit: int) -> bool:
+        """Whether the new weights of a deferred update go to the device from where they were updated, instead of by way
+        of the disk."""
+        profile = self._model.units[unit]
+        whole = profile.num_trainable == profile.num_params
+        return unit in self._due and whole and self._plan.units[unit].weights == "disk"
+
+    def _try_hand_over(self, load: _Load) -> bool:
+        pool = self._names.slot(load.unit)
+        if self._next_upload != self._next_read or not self._build.has_room(pool):
+            return False
+        self._due.remove(load.unit)
+        load.slot = f"s{load.unit}.{load.number}"
+        self._renewed[load.unit] = self._emit_update(load.unit, None, HOME, load)
+        self._next_read += 1
+        self._next_upload += 1
+        return True
+
     def _try_upload(self) -> bool:
         if self._next_upload >= len(self._loads):
             return False
         load = self._loads[self._next_upload]
+        if self._is_handed_over(load.unit):
+            return False
         pool = self._names.slot(load.unit)
         from_disk = self._plan.units[load.unit].weights == "disk"
         if not self._build.has_room(pool) or (from_disk and load.read is None):
             return False
+        self._catch_up(load.unit)
         load.slot = f"s{load.unit}.{load.number}"
         staged = f"w{load.unit}.{load.number}"
         load.upload = self._build.add(
@@ -213,7 +286,7 @@ class Lowering:
             load.unit,
             "weight",
             self._model.units[load.unit].weight_bytes,
-            [load.read],
+            [load.read, None if from_disk else self._renewed.get(load.unit)],
             ((pool, load.slot),),
             (staged,) if from_disk else (),
             staged if from_disk else HOME,
@@ -310,6 +383,7 @@ class Lowering:
 
     def _emit_forward(self, position: int, use: _Use) -> None:
         call = self._model.calls[use.call]
+        self._catch_up(use.unit)  # those that are fetched were before
         slot, upload, give = self._slot_of(position)
         self._forward[use.call] = self._build.add(
             call.kind,
@@ -317,7 +391,7 @@ class Lowering:
             use.unit,
             "none",
             call.flops,
-            [upload, self._earlier_store()],
+            [upload, self._earlier_store(), self._renewed.get(use.unit) if upload is None else None],
             (),
             give,
             slot,
@@ -380,7 +454,7 @@ class Lowering:
         if plan.units[unit].states == "device":
             self._emit_norm_and_update(unit, deps, HOME)
             return
-        pooled = plan.update == "overlap" or plan.units[unit].grads == "disk" or plan.accumulation > 1
+        pooled = not plan.waits_for_norm or plan.units[unit].grads == "disk" or plan.accumulation > 1
         lease = f"g{unit}"
         take = ((self._names.grad(unit), lease),) if pooled else ()
         target = lease if pooled else HOME
@@ -401,20 +475,26 @@ class Lowering:
             self._grad_landed[unit] = self._build.add(
                 "WRITE", "write", unit, "grad", size, [norm], (), (target,), target, HOME
             )
-        elif self._plan.update == "overlap":
+        elif not self._plan.waits_for_norm:
             self._emit_update(unit, norm, target)
 
+    def _emit_norm(self) -> int:
+        """The global norm: from here on it is known how gradients are scaled."""
+        return self._build.add("NORM", "update", NO_UNIT, "grad", 0, [*self._norms, self._committed])
+
     def _emit_serial_updates(self) -> None:
-        barrier = self._build.add("NORM", "update", NO_UNIT, "grad", 0, list(self._norms))
+        barrier = self._emit_norm()
         for unit in range(len(self._model.units)):
             if unit in self._grad_landed:
                 self._emit_update(unit, barrier, HOME)
 
-    def _emit_update(self, unit: int, ready: int, grads: str) -> None:
+    def _emit_update(self, unit: int, ready: int | None, grads: str, load: _Load | None = None) -> int:
+        """Returns the operation after which the new weights are where the unit's weights rest. `load`: the residency
+        that gets them straight from the slabs."""
         plan, where, profile = self._plan, self._plan.units[unit], self._model.units[unit]
         read_bytes, write_bytes = state_traffic(where, profile.weight_bytes, profile.state_bytes, profile.grad_bytes)
         leased = (grads,) if grads != HOME else ()
-        last_update = ready
+        last_update, at_rest = ready, ready
         for start, stop in subgroups(profile.num_trainable, plan.subgroup, "disk" in (where.states, where.weights)):
             share = (stop - start) / profile.num_trainable
             final = (*leased,) if stop == profile.num_trainable else ()
@@ -428,7 +508,7 @@ class Lowering:
                     unit,
                     "state",
                     share * read_bytes,
-                    [self._grad_landed[unit]] if where.grads == "disk" else [],
+                    [self._grad_landed.get(unit)] if where.grads == "disk" else [],
                     (("state", lease),),
                     (),
                     HOME,
@@ -450,28 +530,48 @@ class Lowering:
                 start=start,
                 stop=stop,
             )
+            at_rest = last_update
+            if load is not None:
+                load.upload = self._build.add(
+                    "UPLOAD",
+                    "upload",
+                    unit,
+                    "weight",
+                    share * profile.weight_bytes,
+                    [last_update],
+                    ((self._names.slot(unit), load.slot),) if start == 0 else (),
+                    (),
+                    lease,
+                    load.slot,
+                    start=start,
+                    stop=stop,
+                )
             self._ends.append(last_update)
             if staged:
-                self._ends.append(
-                    self._build.add(
-                        "WRITE",
-                        "write",
-                        unit,
-                        "state",
-                        share * write_bytes,
-                        [last_update],
-                        (),
-                        (lease, *final),
-                        lease,
-                        HOME,
-                        start=start,
-                        stop=stop,
-                    )
+                written = self._build.add(
+                    "WRITE",
+                    "write",
+                    unit,
+                    "state",
+                    share * write_bytes,
+                    [last_update, load.upload if load is not None else None],
+                    (),
+                    (lease, *final),
+                    lease,
+                    HOME,
+                    start=start,
+                    stop=stop,
                 )
+                self._ends.append(written)
+                at_rest = written if where.weights == "disk" else last_update
+        invariant(last_update is not None and at_rest is not None, f"unit {unit} has nothing to update")
+        if last_update is None or at_rest is None:
+            raise AssertionError
         if where.weights == "device" and where.states != "device":
-            self._emit_refresh(unit, last_update)
+            return self._emit_refresh(unit, last_update)
+        return at_rest
 
-    def _emit_refresh(self, unit: int, updated: int) -> None:
+    def _emit_refresh(self, unit: int, updated: int) -> int:
         """Weights that live on the device are fetched again once their new values are at rest."""
         size, lease, read = self._model.units[unit].weight_bytes, f"w{unit}.new", None
         from_disk = self._plan.units[unit].states == "disk"
@@ -479,20 +579,20 @@ class Lowering:
             written = self._ends[-1]
             take = (("refresh", lease),)
             read = self._build.add("READ", "read", unit, "weight", size, [written], take, (), WRITTEN, lease)
-        self._ends.append(
-            self._build.add(
-                "UPLOAD",
-                "upload",
-                unit,
-                "weight",
-                size,
-                [updated, read],
-                (),
-                (lease,) if from_disk else (),
-                lease if from_disk else HOME,
-                HOME,
-            )
+        upload = self._build.add(
+            "UPLOAD",
+            "upload",
+            unit,
+            "weight",
+            size,
+            [updated, read],
+            (),
+            (lease,) if from_disk else (),
+            lease if from_disk else HOME,
+            HOME,
         )
+        self._ends.append(upload)
+        return upload
 
 
 def subgroups(num_trainable: int, subgroup: int, streamed: bool) -> Iterator[tuple[int, int]]:
@@ -515,11 +615,18 @@ def state_traffic(where: object, weight_bytes: int, state_bytes: int, grad_bytes
     return read + (grad_bytes if grads == "disk" else 0), write
 
 
-def lower(model: ModelProfile, placement: Placement) -> tuple[tuple[Pool, ...], tuple[Op, ...], tuple[Op, ...]]:
-    """Pools, operations of the updating step, and of an accumulating one (empty without accumulation)."""
+def lower(model: ModelProfile, placement: Placement) -> Plan:
+    """The plan's pools and lists; what it costs is left out."""
     names = SlabNames(model, placement)
     pools = names.all()
-    ops = Lowering(model, placement, names, pools, final=True).run()
+    deferred = placement.update == "deferred"
+    trained = [index for index, unit in enumerate(model.units) if unit.num_trainable and deferred]
+
+    def round_of(final: bool, due: Iterable[int]) -> Lowering:
+        return Lowering(model, placement, names, pools, final, due)
+
+    flush = round_of(False, trained).flush() if deferred else ()
     if placement.accumulation == 1:
-        return pools, ops, ()
-    return pools, ops, Lowering(model, placement, names, pools, final=False).run()
+        return Plan(placement, pools, round_of(True, trained).run(), flush_ops=flush)
+    begin = round_of(False, trained).run() if deferred else ()
+    return Plan(placement, pools, round_of(True, ()).run(), round_of(False, ()).run(), begin, flush)

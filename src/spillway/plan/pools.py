@@ -73,7 +73,7 @@ class SlabNames:
                 need(self.weight(index), "host", unit.weight_bytes, 2)
             if trained and index != self._model.resident_unit:
                 need(self.grad_slot(index), "device", unit.grad_bytes, grad_slots)
-            if trained and (plan.update == "overlap" or where.grads == "disk" or plan.accumulation > 1):
+            if trained and (not plan.waits_for_norm or where.grads == "disk" or plan.accumulation > 1):
                 need(self.grad(index), "host", unit.grad_bytes, 2)
             if where.weights == "device" and where.states == "disk" and trained:
                 need("refresh", "host", unit.weight_bytes, 1)

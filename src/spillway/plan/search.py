@@ -83,8 +83,7 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
         # Nothing is known yet of what activations take: half of what is left stays theirs.
         planner = _Planner(model, hardware, _half_of(budget), request, update)
     best = planner.fill(planner.deepest())
-    pools, ops, accumulate_ops = lower(model, best.placement)
-    plan = Plan(best.placement, pools, ops, accumulate_ops, best.peaks, notes=_notes(best, request))
+    plan = replace(lower(model, best.placement), peaks=best.peaks, notes=_notes(best, request))
     check(plan)
     seconds, bottleneck = step_seconds(plan, hardware)
     return replace(plan, step_seconds=seconds, bottleneck=bottleneck)
@@ -97,11 +96,11 @@ def _half_of(budget: Budget) -> Budget:
 
 def _update_mode(request: PlanRequest) -> str:
     if request.update == "auto":
-        return "serial" if request.clip else "overlap"
+        return "deferred" if request.clip else "overlap"
     if request.update == "overlap" and request.clip:
         raise UsageError(
             "update='overlap' updates before the global gradient norm is known and so cannot clip by it: "
-            "use update='serial' (or 'auto'), or max_grad_norm=None"
+            "use update='deferred' (or 'auto'), or max_grad_norm=None"
         )
     if request.update not in UPDATE_MODES:
         raise UsageError(f"update='{request.update}' is not one of auto, {', '.join(UPDATE_MODES)}")
@@ -186,7 +185,7 @@ class _Planner:
         states = far if request.states == "auto" else request.states
         if states == "device":
             weights = "device"
-        waits = self._update == "serial" and request.accumulation == 1
+        waits = self._update != "overlap" and request.accumulation == 1
         grads = "device" if states == "device" else far if waits else "host"
         units = []
         for index, unit in enumerate(self._model.units):

@@ -75,12 +75,11 @@ def _rate(lane: str, running: dict[str, tuple[Op, float, float]], hardware: Hard
 
 def step_seconds(plan: Plan, hardware: HardwareSpec) -> tuple[float, str]:
     """Predicted seconds of an optimizer step, accumulation included, and the lane that is busiest."""
-    final = simulate(plan.ops, plan.pools, hardware)
-    seconds, busy = final.seconds, final.busy_s()
-    if plan.accumulate_ops:
-        more = simulate(plan.accumulate_ops, plan.pools, hardware)
-        times = plan.placement.accumulation - 1
-        seconds += times * more.seconds
-        for lane, lane_seconds in more.busy_s().items():
-            busy[lane] = busy.get(lane, 0.0) + times * lane_seconds
+    seconds, busy = 0.0, dict.fromkeys(LANES, 0.0)
+    rounds = [plan.round_ops(index) for index in range(plan.placement.accumulation)]
+    traces = {id(ops): simulate(ops, plan.pools, hardware) for ops in {id(ops): ops for ops in rounds}.values()}
+    for ops in rounds:
+        seconds += traces[id(ops)].seconds
+        for lane, lane_seconds in traces[id(ops)].busy_s().items():
+            busy[lane] += lane_seconds
     return seconds, max(busy, key=lambda lane: busy[lane])

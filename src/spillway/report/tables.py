@@ -51,7 +51,7 @@ def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_
         f"update {plan.placement.update} · predicted {format_seconds(plan.step_seconds)} a step, "
         f"busiest lane: {plan.bottleneck}"
     )
-    a_step = written_bytes(plan)
+    a_step = plan.bytes_written
     if a_step:
         console.print(f"writes {format_size(a_step)} a step to disk, {format_size(a_step * steps)} in {steps} steps")
     for note in plan.notes:
@@ -84,13 +84,6 @@ def print_summary(console: Console, summary: RunSummary) -> None:
         table.add_row(name, "", format_size(written), "")
     console.print(table)
     console.print(f"{summary.steps} steps done; the model is in {summary.output}")
-
-
-def written_bytes(plan: Plan) -> float:
-    """Bytes a step of the plan writes to disk."""
-    final = sum(op.amount for op in plan.ops if op.kind == "WRITE")
-    more = sum(op.amount for op in plan.accumulate_ops if op.kind == "WRITE")
-    return final + (plan.placement.accumulation - 1) * more
 
 
 def _any(units: object, part: str, tier: str) -> bool:

@@ -72,6 +72,10 @@ class Executor:
         """Whether no list is under way."""
         return self._running == 0 and self._next_compute == len(self._compute)
 
+    def find(self, kind: str) -> Op | None:
+        """The first operation of that kind in the list."""
+        return next((op for op in self._ops if op.kind == kind), None)
+
     @property
     def seconds(self) -> float:
         """Since the list began."""
@@ -100,7 +104,7 @@ class Executor:
         self._finish(op, event, start)
 
     def skip_compute(self, op: Op) -> None:
-        """Pass over a backward that autograd did not need."""
+        """Pass over an operation whose computation is not needed."""
         start = self.begin_compute(op)
         self.end_compute(op, start)
 
@@ -115,6 +119,15 @@ class Executor:
     def has_failed(self) -> bool:
         """Whether an operation of this list raised."""
         return self._error is not None
+
+    def run_out(self, last: Op) -> None:
+        """Return when the list has run up to `last`, without computing anything: so that what the user's forward does
+        not go on with still comes to rest. Raises what a lane raised."""
+        while (op := self.upcoming_compute()) is not None and op.id < last.id:
+            self.skip_compute(op)
+        with self._changed:
+            self._changed.wait_for(lambda: self._done[last.id] or self._error is not None)
+            self._raise_failure()
 
     def come_to_rest(self) -> None:
         """Return when no lane works on the list any more, whether it succeeded or failed."""

@@ -17,17 +17,35 @@ HOME, WRITTEN = "home", "written"
 
 
 @dataclass(slots=True)
-class StepState:
-    """What the operations of one step share besides slabs."""
+class Due:
+    """What an optimizer step does to the units, besides their gradients: known when its norm is."""
 
     hypers: list[Hyper] = field(default_factory=list)  # per parameter group
+    scale: float = 1.0
+    units: set[int] = field(default_factory=set)  # those with a gradient; the others are left alone, as in PyTorch
+
+
+@dataclass(slots=True)
+class StepState:
+    """What the operations of one list share besides slabs."""
+
+    own: Due = field(default_factory=Due)  # of the step that this forward and backward belong to
+    due: Due | None = None  # of the step whose updates the list carries out; None where there are none yet
     max_grad_norm: float | None = None
     squares: dict[int, float] = field(default_factory=dict)  # per unit: sum of squares of its gradient
-    scale: float = 1.0
+    non_finite: int | None = None  # a unit whose gradient is infinite or not a number
     fresh: set[int] = field(default_factory=set)  # units whose gradient slot this backward has filled
     acts: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # inputs on their way out, per call
+    at_rest: bool = False  # every update of `due` is
     in_place: bool = False  # an update has changed weights or states that rest in host memory
     act_extents: dict[int, Extent] = field(default_factory=dict)
+
+    @property
+    def is_half_done(self) -> bool:
+        """Whether, given up here, it leaves units of two steps behind, or loses updates that count as done."""
+        if self.due is None or self.due is self.own:
+            return self.in_place
+        return not self.at_rest
 
     def grad_norm(self) -> float:
         """The global norm of the gradients before clipping."""
@@ -70,17 +88,21 @@ class LaneWorker:
     def _upload_weight(self, op: Op, home: UnitHome, events: list[object]) -> None:
         source = home.weight if op.source == HOME else self._buffer(op.source)
         target = home.device_weight if op.target == HOME else self._buffer(op.target)
+        if op.stop and source is not None and target is not None:  # straight from an update
+            part = SlabRange(home, op.start, op.stop)
+            self._device.copy("upload", part.weight_in_slot(target), part.weight_in_slab(source), events)
+            return
         invariant(source is not None and target is not None, f"unit {op.unit} has no weights to upload")
         if source is not None and target is not None:
             size = home.layout.weight_bytes
-            self.step.in_place |= op.target == HOME
+            self.step.in_place |= op.target == HOME and self.step.due is not None
             self._device.copy("upload", target[:size], source[:size], events)
 
     # Activations #
 
     def _download_act(self, op: Op, home: UnitHome, events: list[object]) -> None:
         buffer, at = self._buffer(op.target), 0
-        for tensor in self.step.acts.pop(op.call):
+        for tensor in self.step.acts.pop(op.call, ()):  # none where a forward that was given up is run out
             size = tensor.numel() * tensor.element_size()
             self._device.copy("download", buffer[at : at + size].view(tensor.dtype).view(tensor.shape), tensor, events)
             at += -(-size // 4096) * 4096
@@ -130,7 +152,8 @@ class LaneWorker:
 
     def _norm(self, op: Op, home: UnitHome, events: list[object]) -> None:
         if op.unit < 0:
-            self.step.scale = clip_scale(self.step.grad_norm(), self.step.max_grad_norm)
+            self._require_finite()
+            self.step.own.scale = clip_scale(self.step.grad_norm(), self.step.max_grad_norm)
             return
         home = self._homes.units[op.unit]
         if not home.has_grad:
@@ -143,11 +166,16 @@ class LaneWorker:
         with self._device.lane("update", events):
             total = sum_squares(elements, self._threads)
         if not math.isfinite(total):
-            raise NonFinite(
-                f"a gradient of {self._names[op.unit]} is infinite or not a number; the step was not applied and "
-                f"the last saved point is intact: lower the learning rate or look at the batch"
-            )
+            self.step.non_finite = op.unit
         self.step.squares[op.unit] = total
+        self.step.own.units.add(op.unit)
+
+    def _require_finite(self) -> None:
+        if self.step.non_finite is not None:
+            raise NonFinite(
+                f"a gradient of {self._names[self.step.non_finite]} is infinite or not a number; the step was not "
+                f"applied and the last saved point is intact: lower the learning rate or look at the batch"
+            )
 
     def _write_grad(self, op: Op, home: UnitHome, events: list[object]) -> None:
         invariant(home.spill is not None, f"unit {op.unit} has no room on disk for its gradient")
@@ -158,19 +186,27 @@ class LaneWorker:
     # Updates #
 
     def _read_state(self, op: Op, home: UnitHome, events: list[object]) -> None:
-        moves = SlabRange(home, op.start, op.stop).reads(self._buffer(op.target))
+        part = SlabRange(home, op.start, op.stop)
+        moves = part.reads(self._buffer(op.target))
+        if self.step.due is None:  # nothing is updated; but weights may be fetched this way
+            moves = part.weight_reads(self._buffer(op.target))
         self._homes.need_disk().read_all(self._homes.read_engine, moves)
 
     def _update(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        due = self.step.due
+        if due is None:
+            return
+        if due is self.step.own:
+            self._require_finite()
         slab = None if op.target == HOME else self._buffer(op.target)
         part = SlabRange(home, op.start, op.stop)
-        if home.has_grad:  # otherwise nothing reached this unit: as in PyTorch, it is left alone
+        if op.unit in due.units:
             with self._device.lane("update", events):
-                self._apply(op, home, part.arrays(slab, self._grad_at(op, home)))
+                self._apply(op, home, due, part.arrays(slab, self._grad_at(op, home)))
         if slab is not None:
             part.check(slab, self._threads)
 
-    def _apply(self, op: Op, home: UnitHome, arrays: StateRange) -> None:
+    def _apply(self, op: Op, home: UnitHome, due: Due, arrays: StateRange) -> None:
         if home.weight is not None or home.state is not None:
             self._homes.before_change(op.unit)
             self.step.in_place = True
@@ -178,13 +214,18 @@ class LaneWorker:
             begin, end = max(start, op.start), min(stop, op.stop)
             if begin < end:
                 part = arrays.narrow(begin - op.start, end - begin)
-                update_range(part, self.step.hypers[group], self.step.scale, self._threads)
+                update_range(part, due.hypers[group], due.scale, self._threads)
 
     def _write_state(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        if self.step.due is None:
+            return
         moves = SlabRange(home, op.start, op.stop).writes(self._buffer(op.source))
         self._homes.need_disk().write_all(self._homes.write_engine, moves)
 
     def _commit(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        if self.step.due is None:
+            return
         if self._homes.disk is not None and any(unit.written is not None for unit in self._homes.units):
             self._homes.disk.sync()
         self._homes.flip()
+        self.step.at_rest = True

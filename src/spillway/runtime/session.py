@@ -26,7 +26,7 @@ from spillway.runtime.buffers import BufferGuard, all_buffers_kept
 from spillway.runtime.calls import FlatCall, own_copy, rng_kept
 from spillway.runtime.device import Device
 from spillway.runtime.executor import Executor
-from spillway.runtime.lanes import HOME, LaneWorker, StepState
+from spillway.runtime.lanes import HOME, Due, LaneWorker, StepState
 from spillway.runtime.unit import UnitForward, run_in_step
 from spillway.runtime.window import bind_for_step, leaves, weight_views
 from spillway.spec.errors import UsageError, invariant
@@ -45,6 +45,7 @@ class Schedule:
     plan: Plan
     profile: ModelProfile
     shapes: tuple[CallShape, ...]
+    calls_beside: bool  # units are also called without gradients, which the list knows nothing of
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Session:
         self.schedule: Schedule | None = None
         self._laid: Schedule | None = None  # whose slabs the arena is cut into
         self.hypers: Callable[[], list[Hyper]] = list
+        self.on_rest: Callable[[], None] = _nothing  # called when a deferred update has come to rest
         self.max_grad_norm: float | None = None
         self.segments: list[list[tuple[int, int, int]]] = []
         self.batch_hooks: list[Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]] = []
@@ -114,6 +116,8 @@ class Session:
         self._buffers = BufferGuard()
         self._closed = False
         self._half_done = False  # a failed step has changed what rests in host memory
+        self._due: Due | None = None  # the last step's updates, where they belong to the next forward
+        self._calls_beside = False  # of the forward being profiled
         self._traces: list[Trace] = []
         self._replace_forwards()
 
@@ -207,10 +211,11 @@ class Session:
         signature = _signature((args, kwargs))
         known = self._schedules.get(signature)
         if known is None:
+            self._calls_beside = False
             calls, shapes = self._profile(args, kwargs) if _tensors((args, kwargs)) else ([], ())
             tokens = max((leaf.numel() for leaf in _tensors((args, kwargs)) if not leaf.is_floating_point()), default=0)
             profile = model_profile(self.units, calls, shapes, tokens)
-            known = Schedule(self._planner(profile, self.is_open), profile, shapes)
+            known = Schedule(self._planner(profile, self.is_open), profile, shapes, self._calls_beside)
             self._schedules[signature] = known
         return known
 
@@ -298,18 +303,31 @@ class Session:
         self.settle()
         self._refuse_half_done()
         schedule = self._schedule_for(args, kwargs)
+        deferred = schedule.plan.placement.update == "deferred"
+        if schedule.calls_beside or not deferred:
+            self.come_to_rest()
         self._ensure_open(schedule)
-        executor, worker = self._parts()
-        final = self._backwards == self.accumulation - 1
-        ops = schedule.plan.ops if final else schedule.plan.accumulate_ops
+        own = Due(self.hypers())
         extents = self.store.act_extents(schedule.plan, schedule.profile)
-        worker.pools = self.store.pools
-        worker.step = StepState(self.hypers(), self.max_grad_norm, act_extents=extents)
-        self._pools().fence(self.device.mark())
-        executor.start(ops, self._pools())
+        step = StepState(own, self._due if deferred else own, self.max_grad_norm, act_extents=extents)
+        self._start(schedule.plan.round_ops(self._backwards), step)
         self.step_number += 1
         self._in_step, self._in_backward, self._next_call = True, False, 0
+        self._await_resident()
         self._bind_resident()
+
+    def _start(self, ops: tuple[Op, ...], step: StepState) -> None:
+        executor, worker = self._parts()
+        worker.pools, worker.step = self.store.pools, step
+        self._pools().fence(self.device.mark())
+        executor.start(ops, self._pools())
+
+    def _await_resident(self) -> None:
+        """Parameters outside any unit, as the last step left them."""
+        executor, _ = self._parts()
+        op = executor.upcoming_compute()
+        if op is not None and op.kind == "FORWARD" and op.call < 0:
+            executor.skip_compute(op)
 
     @property
     def is_intact(self) -> bool:
@@ -321,29 +339,78 @@ class Session:
         """Whether the last backward of a step has run and `optimizer.step()` has not."""
         return self._backwards >= self.accumulation
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the last step's updates belong to the forward that comes next."""
+        return self._due is not None
+
     def settle(self) -> None:
         """Give up a forward that no backward followed, or a step that failed, and let a backward's updates come to
-        rest, so that the store may be used."""
+        rest. Raises what a lane raised."""
         if self._executor is None:
             return
         if not self._in_step:
             self._executor.come_to_rest()
+        else:
+            self._give_up()
+        self._note_rest()
+
+    def come_to_rest(self) -> None:
+        """As `settle`, and carry out the updates that wait for the next forward: the store is then that of the last
+        step. Raises what a lane raised."""
+        self.settle()
+        if self._due is None or self._half_done or self.schedule is None:
             return
+        self._ensure_open(self.schedule)
+        executor, _ = self._parts()
+        self._start(self.schedule.plan.flush_ops, StepState(due=self._due))
+        try:
+            self._traces.append(executor.wait())
+        except BaseException:
+            executor.abandon()
+            self.store.homes.forget_written()
+            self._half_done = True
+            raise
+        self._note_rest()
+
+    def _give_up(self) -> None:
         executor, worker = self._parts()
-        executor.abandon()
-        self.store.homes.forget_written()
-        if self._backwards == 0 or self._in_backward or executor.has_failed:
-            self._backwards, self._traces = 0, []
-            for home in self.store.homes.units:
-                home.has_grad = False
-        self._in_step = self._in_backward = False
-        self._half_done |= worker.step.in_place
+        try:
+            self._run_out()
+        finally:
+            executor.abandon()
+            self.store.homes.forget_written()
+            if self._backwards == 0 or self._in_backward or executor.has_failed:
+                self._backwards, self._traces = 0, []
+                for home in self.store.homes.units:
+                    home.has_grad = False
+            self._in_step = self._in_backward = False
+            self._half_done |= worker.step.is_half_done
+
+    def _run_out(self) -> None:
+        """Of a forward that is given up: the updates of the step before it."""
+        executor, worker = self._parts()
+        commit = executor.find("COMMIT")
+        if commit is not None and worker.step.is_half_done and not executor.has_failed and not self._own_updates:
+            executor.run_out(commit)
+
+    def _note_rest(self) -> None:
+        if self._worker is not None and self._due is not None:
+            step = self._worker.step
+            if step.due is self._due and step.at_rest:
+                self._due = None
+                self.on_rest()
+
+    @property
+    def _own_updates(self) -> bool:
+        """Whether the list under way updates with the gradients of its own backward."""
+        return self._plan().placement.update != "deferred"
 
     def _refuse_half_done(self) -> None:
         if self._half_done:
             raise UsageError(
-                "the step that failed had already changed weights in host memory: close this model and resume from the "
-                "last saved point"
+                "a step that failed left some units updated and others not: close this model and resume from the last "
+                "saved point"
             )
 
     def call(
@@ -359,6 +426,7 @@ class Session:
         """A unit's member was called, by the user's forward or by the loss."""
         if self._profiler is not None:
             if not torch.is_grad_enabled():
+                self._calls_beside = True
                 if not self._profiling_real:
                     return function(*args, **kwargs)
                 with self._on_demand(unit):
@@ -392,7 +460,7 @@ class Session:
         if not self.is_open:
             self.open()
         if not self._in_step:
-            self.settle()
+            self.come_to_rest()
         slot = self.store.fetch(unit, beside_step=self._in_step)
         with bound(self.units[unit], weight_views(self.units[unit], slot), self._placeholders):
             yield slot
@@ -497,7 +565,11 @@ class Session:
         except BaseException:
             self._in_step, self._backwards = True, 0
             executor.abandon()
+            self._note_rest()
             raise
+        self._note_rest()
+        if self._plan().placement.update == "deferred":
+            self._due = worker.step.own
         self._backwards = 0
         for home in self.store.homes.units:
             home.has_grad = False
@@ -558,7 +630,7 @@ class Session:
             return
         if not self.is_open:
             self.open()
-        self.settle()
+        self.come_to_rest()
         for unit, home in zip(self.units, self.store.homes.units, strict=True):
             if not unit.members and home.device_weight is not None:
                 bind_for_step(unit, home.device_weight, None)
@@ -587,6 +659,10 @@ class Session:
         if self.schedule is None:
             raise AssertionError("no plan is in force")
         return self.schedule.shapes
+
+
+def _nothing() -> None:
+    """Nobody waits for it."""
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

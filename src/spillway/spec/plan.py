@@ -18,7 +18,7 @@ KINDS = (
 LANES = ("compute", "upload", "download", "read", "write", "update")
 GROUPS = ("weight", "grad", "state", "act", "none")
 TIERS = ("device", "host", "disk")
-UPDATE_MODES = ("serial", "overlap")
+UPDATE_MODES = ("serial", "overlap", "deferred")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,17 @@ class Placement:
 
     units: tuple[UnitPlacement, ...]
     acts: tuple[str, ...]  # per call: device, host or disk
-    update: str  # serial or overlap
+    update: str  # one of UPDATE_MODES
     clip: bool  # the exact global norm is needed before the first update
     accumulation: int  # backward calls per optimizer step
     window: int  # device slots per weight pool
     state_slabs: int
     subgroup: int  # elements updated by one UPDATE
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether gradients stay at rest until all of them are there."""
+        return self.update != "overlap"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +109,36 @@ class TierPeaks:
 class Plan:
     """Placement, pools, the operations of a step and what they are predicted to cost.
 
-    `ops` is the step that updates; `accumulate_ops` is a forward and backward that only adds to the gradients (empty
-    without accumulation). Both run in list order per lane; leases of a pool are granted in list order (see plan.check).
+    `ops` is the forward and backward that ends a step; `accumulate_ops` one that only adds to the gradients (empty
+    without accumulation). Deferred updates belong to the next step's forward: they stand in `ops`, or with
+    accumulation in `begin_ops`, the first forward and backward of several; `flush_ops` are they alone, for when no
+    forward follows. Lists run in their order per lane; leases of a pool are granted in list order (see plan.check).
     """
 
     placement: Placement
     pools: tuple[Pool, ...]
     ops: tuple[Op, ...]
     accumulate_ops: tuple[Op, ...] = ()
+    begin_ops: tuple[Op, ...] = ()
+    flush_ops: tuple[Op, ...] = ()
     peaks: TierPeaks = TierPeaks(0, 0, 0)
     step_seconds: float = 0.0
     bottleneck: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def lists(self) -> tuple[tuple[Op, ...], ...]:
+        """Every list that runs by itself."""
+        return self.ops, self.accumulate_ops, self.begin_ops, self.flush_ops
+
+    def round_ops(self, index: int) -> tuple[Op, ...]:
+        """What runs at the given forward and backward of a step, counted from 0."""
+        if index == self.placement.accumulation - 1:
+            return self.ops
+        return self.begin_ops if index == 0 and self.begin_ops else self.accumulate_ops
+
+    @property
+    def bytes_written(self) -> float:
+        """To disk, by one optimizer step."""
+        rounds = map(self.round_ops, range(self.placement.accumulation))
+        return sum(op.amount for ops in rounds for op in ops if op.kind == "WRITE")

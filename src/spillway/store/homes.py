@@ -89,6 +89,22 @@ class SlabRange:
                 moves.append((self._extent(name, base), slab[at : at + size]))
         return moves
 
+    def weight_reads(self, slab: torch.Tensor) -> list[tuple[Extent, torch.Tensor]]:
+        """Of `reads`, the weights."""
+        if "weight" not in self._places:
+            return []
+        at, size = self._places["weight"]
+        return [(self._extent("weight", self._home.extents[self._home.current]), slab[at : at + size])]
+
+    def weight_in_slab(self, slab: torch.Tensor) -> torch.Tensor:
+        """The bytes of the subgroup's weights where they pass through the slab."""
+        at, _ = self._places["weight"]
+        return slab[at : at + self._bytes("weight", self._stop - self._start)]
+
+    def weight_in_slot(self, slot: torch.Tensor) -> torch.Tensor:
+        """The bytes of the subgroup's weights in a slot that holds the whole unit's."""
+        return slot[self._bytes("weight", self._start) : self._bytes("weight", self._stop)]
+
     def writes(self, slab: torch.Tensor) -> list[tuple[Extent, torch.Tensor]]:
         """What to write, to the extent of this step; weights that rest in host memory come from there."""
         home = self._home

@@ -1,0 +1,170 @@
+"""Updates that belong to the next forward come to rest whatever the user does instead of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import spillway
+from spillway.api import close, prepared, read_parameters, save_point
+from spillway.spec.errors import UsageError
+
+PLACES = ("disk", "host")
+
+
+def train(
+    store: Path, place: str, update: str, between: str = "nothing", steps: int = 3, resume: bool = False
+) -> dict[str, torch.Tensor]:
+    model, optimizer = spillway.prepare(
+        models.llama(),
+        spillway.AdamW(lr=1e-3),
+        store=store,
+        device="cpu",
+        update=update,
+        weights=place,
+        states=place,
+        resume=resume,
+    )
+    for number in range(steps):
+        batch = models.batch("llama", number)
+        if between == "a forward that is given up":
+            model(**models.batch("llama", 50 + number))
+        elif between == "a forward that fails":
+            with pytest.raises(RuntimeError, match="from a hook"):
+                fail_in_third_layer(model, models.batch("llama", 50 + number))
+        elif between == "an evaluation":
+            with torch.no_grad():
+                model(**batch)
+        elif between == "a longer batch":
+            batch = models.batch("llama", number, length=12 + 4 * number)
+        model(**batch).loss.backward()
+        optimizer.step()
+    weights = read_parameters(model)
+    close(model)
+    return weights
+
+
+def fail_in_third_layer(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("from a hook")
+
+    hook = model.get_submodule("model.layers.2").register_forward_pre_hook(fail)
+    try:
+        model(**batch)
+    finally:
+        hook.remove()
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "between", ("a forward that is given up", "a forward that fails", "an evaluation", "a longer batch")
+)
+def test_deferred_updates_are_those_of_serial_ones_whatever_comes_between(
+    place: str, between: str, tmp_path: Path
+) -> None:
+    serial = train(tmp_path / "serial", place, "serial", between)
+    assert equal(train(tmp_path / "deferred", place, "deferred", between), serial)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_evaluation_sees_the_step_before_it(place: str, tmp_path: Path) -> None:
+    losses = []
+    for update in ("serial", "deferred"):
+        model, optimizer = spillway.prepare(
+            models.llama(), spillway.AdamW(lr=1e-2), store=tmp_path / update, update=update, weights=place, states=place
+        )
+        batch = models.batch("llama", 0)
+        model(**batch).loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            losses.append(model(**batch).loss.item())
+        close(model)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_saved_point_right_after_a_step_is_of_that_step(place: str, tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", place, "deferred", steps=1)
+    model, optimizer = spillway.prepare(
+        models.llama(), spillway.AdamW(lr=1e-3), store=tmp_path / "s", update="deferred", weights=place, states=place
+    )
+    model(**models.batch("llama", 0)).loss.backward()
+    optimizer.step()
+    assert save_point(model) == 1
+    close(model)
+    model, optimizer = spillway.prepare(models.llama(), spillway.AdamW(lr=1e-3), store=tmp_path / "s", resume=True)
+    assert optimizer.num_steps == 1
+    assert equal(read_parameters(model), whole)
+    close(model)
+
+
+def test_on_disk_every_deferred_step_is_saved_with_the_next_one(tmp_path: Path) -> None:
+    model, optimizer = spillway.prepare(
+        models.llama(), spillway.AdamW(lr=1e-3), store=tmp_path / "s", update="deferred", weights="disk", states="disk"
+    )
+    for number in range(2):
+        model(**models.batch("llama", number)).loss.backward()
+        optimizer.step()
+    assert prepared(model).points.saved_step == 1
+    close(model)
+    assert prepared(model).points.saved_step == 2
+
+
+class Peeks(nn.Module):
+    """A parameter outside any unit that is used first, and a block that is also looked into without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.zeros(8))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.start
+        for block in self.blocks:
+            x = block(x)
+        with torch.no_grad():
+            seen = self.blocks[3](x)
+        return (x - seen).square().mean()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_used_outside_the_list_of_operations_is_up_to_date_too(place: str, tmp_path: Path) -> None:
+    results = []
+    for update in ("serial", "deferred"):
+        torch.manual_seed(0)
+        model, optimizer = spillway.prepare(
+            Peeks(), spillway.AdamW(lr=1e-2), store=tmp_path / update, update=update, weights=place, states=place
+        )
+        losses = []
+        for number in range(4):
+            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number)))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        results.append((losses, read_parameters(model)))
+        close(model)
+    assert results[0][0] == results[1][0]
+    assert equal(results[1][1], results[0][1])
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_step_before_it_intact(tmp_path: Path) -> None:
+    model, optimizer = spillway.prepare(
+        models.llama(), spillway.AdamW(lr=1e-3), store=tmp_path / "s", update="deferred", weights="host", states="host"
+    )
+    model(**models.batch("llama", 0)).loss.backward()
+    optimizer.step()
+    loss = model(**models.batch("llama", 1)).loss
+    (loss * float("inf")).backward()
+    with pytest.raises(spillway.NonFinite, match="infinite or not a number"):
+        optimizer.step()
+    one = train(tmp_path / "one", "host", "serial", steps=1)
+    assert equal(read_parameters(model), one)
+    with pytest.raises(UsageError):
+        optimizer.step()
+    close(model)
