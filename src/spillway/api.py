@@ -327,7 +327,7 @@ def _finish(model: nn.Module) -> Any:
     result = parts.session.finish()
     parts.optimizer.num_steps += 1
     if parts.session.is_due:
-        parts.points.note_step(parts.optimizer.num_steps)
+        parts.points.note_step(parts.session.store, parts.optimizer.num_steps)
     else:
         parts.points.after_step(parts.session.store, parts.optimizer.num_steps)
     return result

@@ -116,7 +116,7 @@ class Planner:
 
     def __call__(self, profile: ModelProfile, is_open: bool) -> Plan:
         """The plan; once weights rest somewhere they stay there."""
-        fixed = self._placed.placement.units if is_open and self._placed is not None else None
+        fixed = self._placed.placement if is_open and self._placed is not None else None
         request = replace(self._request, fixed=fixed)
         plan = make_plan(profile, self._measure(profile), self._budget, request)
         if not is_open:

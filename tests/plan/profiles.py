@@ -60,7 +60,7 @@ def _loose(order: list[int], units: tuple[UnitProfile, ...]) -> bool:
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, object]:
     """What a user may fix."""
-    clip = draw(st.booleans())
+    clip, accumulation = draw(st.booleans()), draw(st.sampled_from([1, 3]))
     weights, states = draw(
         st.sampled_from(
             [(w, s) for w in ("auto", "device", "host", "disk") for s in ("auto", "host", "disk")]
@@ -69,10 +69,10 @@ def requests(draw: st.DrawFn) -> dict[str, object]:
     )
     return {
         "update": draw(
-            st.sampled_from(["auto", "serial", "deferred"] if clip else ["auto", "serial", "overlap", "deferred"])
+            st.sampled_from(["auto", "serial", "deferred", *([] if clip and accumulation > 1 else ["overlap"])])
         ),
         "weights": weights,
         "states": states,
         "clip": clip,
-        "accumulation": draw(st.sampled_from([1, 3])),
+        "accumulation": accumulation,
     }

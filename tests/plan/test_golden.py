@@ -21,6 +21,7 @@ CASES = {
     "overlap-host-tied": (profiles.chain(3, tied=True), profiles.PLENTY, PlanRequest("overlap", "host", "host")),
     "accumulate-disk": (profiles.chain(2), TIGHT, PlanRequest("overlap", "disk", "disk", accumulation=2)),
     "deferred-clip-disk": (profiles.chain(3), TIGHT, PlanRequest("deferred", "disk", "disk", clip=True)),
+    "overlap-clip-mixed": (profiles.chain(3), TIGHT, PlanRequest("overlap", "host", "disk", clip=True)),
     "deferred-accumulate": (profiles.chain(2), TIGHT, PlanRequest("deferred", "disk", "disk", accumulation=2)),
 }
 
@@ -38,7 +39,12 @@ def text(case: tuple[ModelProfile, Budget, PlanRequest]) -> str:
     plan = make_plan(case[0], profiles.MACHINE, case[1], case[2])
     pools = [f"pool {pool.name} on {pool.tier}: {pool.count} x {pool.slab_bytes}" for pool in plan.pools]
     parts = [*pools, "step", *map(line, plan.ops)]
-    more = {"accumulate": plan.accumulate_ops, "begin": plan.begin_ops, "flush": plan.flush_ops}
+    more = {
+        "accumulate": plan.accumulate_ops,
+        "begin": plan.begin_ops,
+        "wary": plan.wary_ops,
+        "flush": plan.flush_ops,
+    }
     for title, ops in more.items():
         parts += [title, *map(line, ops)] if ops else []
     return "\n".join(parts) + "\n"

@@ -64,9 +64,11 @@ def test_memory_is_filled_before_the_disk_is_used() -> None:
     assert {unit.states for unit in plan.placement.units} == {"disk"}
 
 
-def test_overlap_and_exact_clipping_contradict_each_other() -> None:
-    with pytest.raises(UsageError, match="before the global gradient norm is known"):
-        make_plan(profiles.chain(2), profiles.MACHINE, profiles.PLENTY, PlanRequest("overlap", clip=True))
+def test_overlap_with_clipping_and_several_backward_calls_contradict_each_other() -> None:
+    with pytest.raises(UsageError, match="of several backward calls"):
+        make_plan(
+            profiles.chain(2), profiles.MACHINE, profiles.PLENTY, PlanRequest("overlap", clip=True, accumulation=2)
+        )
 
 
 def test_disk_without_a_store_is_refused() -> None:

@@ -104,6 +104,40 @@ def test_a_saved_point_right_after_a_step_is_of_that_step(place: str, tmp_path: 
     close(model)
 
 
+@pytest.mark.parametrize("weights", PLACES)
+@pytest.mark.parametrize("share", (0.1, 0.9, 1.0, 10.0))
+def test_guessing_that_nothing_is_clipped_gives_the_bits_of_waiting_for_the_norm(
+    weights: str, share: float, tmp_path: Path
+) -> None:
+    results, norms = [], [run_clipped(tmp_path / "probe", weights, "serial", 1e9)[1]]
+    limit = share * sorted(norms[0])[len(norms[0]) // 2]
+    for update in ("serial", "deferred", "overlap"):
+        results.append(run_clipped(tmp_path / update, weights, update, limit))
+    for found, norms_found in results[1:]:
+        assert norms_found == results[0][1]
+        assert equal(found, results[0][0])
+
+
+def run_clipped(store: Path, weights: str, update: str, limit: float) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Twelve steps and the norms of their gradients."""
+    model, optimizer = spillway.prepare(
+        models.llama(),
+        spillway.AdamW(lr=1e-3, max_grad_norm=limit),
+        store=store,
+        update=update,
+        weights=weights,
+        states="disk",
+    )
+    norms = []
+    for number in range(12):
+        model(**models.batch("llama", number)).loss.backward()
+        optimizer.step()
+        norms.append(optimizer.last_result.grad_norm)
+    found = read_parameters(model)
+    close(model)
+    return found, norms
+
+
 def test_on_disk_every_deferred_step_is_saved_with_the_next_one(tmp_path: Path) -> None:
     model, optimizer = spillway.prepare(
         models.llama(), spillway.AdamW(lr=1e-3), store=tmp_path / "s", update="deferred", weights="disk", states="disk"

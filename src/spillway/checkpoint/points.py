@@ -97,17 +97,18 @@ class SavedPoints:
         else:
             self.settle(store)
 
-    def note_step(self, step: int) -> None:
-        """The step is over but for its updates, which belong to the next forward."""
-        self.noted = self._describe(step)
+    def note_step(self, store: PlacedStore, step: int) -> None:
+        """The step is over but for its updates, which belong to the next forward. Finish the point that was written
+        during it."""
+        self.settle(store)
+        if self.directory is not None and self.every_step(store):
+            self.noted = self._describe(step)
 
     def at_rest(self, store: PlacedStore) -> None:
-        """The updates of the step that was noted last are at rest: commit it, where every step is a saved point."""
+        """The updates of the step that was noted last are at rest: commit it."""
         point, self.noted = self.noted, None
-        if point is not None and self.directory is not None and self.every_step(store):
+        if point is not None:
             self._commit(store, point, _current(store))
-        else:
-            self.settle(store)
 
     def save(self, store: PlacedStore, step: int, background: bool = False) -> None:
         """Make the end of this step a saved point, also where states rest in memory. `background`: while the next step

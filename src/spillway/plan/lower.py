@@ -5,17 +5,14 @@ a pool are granted in it, and running it strictly one by one is always possible;
 plan.check). Fetches are therefore emitted as early as a slab is free, and no earlier.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
+from spillway.plan.build import HOME, Builder
 from spillway.plan.pools import SlabNames
+from spillway.plan.updates import Round, Updates
 from spillway.spec.errors import invariant
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Op, Placement, Plan, Pool
-
-NO_UNIT = -1
-HOME = "home"
-WRITTEN = "written"  # the unit as this step has written it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,67 +36,17 @@ class _Load:
     upload: int | None = None
 
 
-@dataclass(slots=True)
-class _Builder:
-    """The growing list, and which slabs are free if everything listed so far has run."""
-
-    pools: dict[str, Pool]
-    ops: list[Op] = field(default_factory=list)
-    free: dict[str, int] = field(default_factory=dict)
-    held: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.free = {name: pool.count for name, pool in self.pools.items()}
-
-    def has_room(self, pool: str) -> bool:
-        return self.free[pool] > 0
-
-    def add(
-        self,
-        kind: str,
-        lane: str,
-        unit: int,
-        group: str,
-        amount: float,
-        deps: list[int | None],
-        take: tuple[tuple[str, str], ...] = (),
-        give: tuple[str, ...] = (),
-        source: str = "",
-        target: str = "",
-        call: int = -1,
-        start: int = 0,
-        stop: int = 0,
-    ) -> int:
-        for pool, lease in take:
-            invariant(self.free[pool] > 0, f"lowering took a slab of {pool} that cannot be free")
-            self.free[pool] -= 1
-            self.held[lease] = pool
-        for lease in give:
-            self.free[self.held.pop(lease)] += 1
-        known = tuple(sorted({dep for dep in deps if dep is not None}))
-        op = Op(len(self.ops), kind, lane, unit, group, amount, known, take, give, source, target, call, start, stop)
-        self.ops.append(op)
-        return op.id
-
-
 class Lowering:
-    """Writes one forward and backward of a placement. `final`: it ends a step; otherwise it only accumulates gradients.
-    `due`: units whose update was deferred to it."""
+    """Writes the list of one round of a placement."""
 
     def __init__(
-        self,
-        model: ModelProfile,
-        placement: Placement,
-        names: SlabNames,
-        pools: tuple[Pool, ...],
-        final: bool,
-        due: Iterable[int],
+        self, model: ModelProfile, placement: Placement, names: SlabNames, pools: tuple[Pool, ...], round_: Round
     ) -> None:
         self._model = model
         self._plan = placement
         self._names = names
-        self._final = final
-        self._build = _Builder({pool.name: pool for pool in pools})
+        self._build = Builder({pool.name: pool for pool in pools})
+        self._updates = Updates(self._build, model, placement, names, round_)
         self._uses = self._list_uses()
         self._loads, self._load_of_use = self._list_loads()
         self._next_read = 0
@@ -113,71 +60,21 @@ class Lowering:
         self._act_order = [use.call for use in self._uses if use.backward and self._moves_act(use.call)]
         self._next_act_read = 0
         self._next_act_upload = 0
-        self._due = set(due)
-        self._renewed: dict[int, int] = {}  # unit -> the operation after which its new weights may be fetched
-        self._norms: list[int] = []
-        self._grad_landed: dict[int, int] = {}
-        self._ends: list[int] = []
-        self._committed: int | None = None
 
     def run(self) -> tuple[Op, ...]:
         """The list. Raises InvariantError if a pool is too small for even one operation at a time."""
         turn = len(self._uses) // 2
-        deferred = bool(self._due)
-        self._catch_up_resident()
+        self._updates.catch_up_resident()
         for position, use in enumerate(self._uses[:turn]):
             self._fetch_ahead(position)
             self._emit_forward(position, use)
-        if deferred:
-            self._emit_rest_of_due()
+        self._updates.end_forward()
         for position, use in enumerate(self._uses[turn:], start=turn):
             self._fetch_ahead(position)
             self._emit_backward(position, use)
         self._emit_resident()
-        if self._final:
-            self._emit_end()
+        self._updates.end()
         return tuple(self._build.ops)
-
-    def flush(self) -> tuple[Op, ...]:
-        """The updates that are due, by themselves."""
-        self._emit_rest_of_due()
-        return tuple(self._build.ops)
-
-    def _emit_end(self) -> None:
-        """With the last backward of a step: the updates that waited for it, or, where they are deferred, the norm."""
-        if self._plan.update == "deferred":
-            self._emit_norm()
-            return
-        if self._plan.update == "serial":
-            self._emit_serial_updates()
-        last = len(self._build.ops) - 1
-        self._commit([*self._ends, *([last] if last >= 0 else [])])
-
-    def _commit(self, ends: list[int | None]) -> None:
-        self._committed = self._build.add("COMMIT", "write", NO_UNIT, "none", 0, ends)
-
-    # Deferred updates #
-
-    def _catch_up(self, unit: int) -> None:
-        """Before the first use of a unit: the update with the last step's gradient."""
-        if unit in self._due:
-            self._due.remove(unit)
-            self._renewed[unit] = self._emit_update(unit, None, HOME)
-
-    def _catch_up_resident(self) -> None:
-        """Parameters outside any unit may be used from the first line of the user's forward."""
-        unit = self._model.resident_unit
-        if unit is not None and unit in self._due:
-            self._catch_up(unit)
-            self._build.add("FORWARD", "compute", unit, "none", 0, [self._renewed[unit]], (), (), HOME)
-
-    def _emit_rest_of_due(self) -> None:
-        for unit in sorted(self._due):
-            self._catch_up(unit)
-        self._commit([*self._ends])
-
-    def _newest(self, unit: int) -> str:
-        return WRITTEN if unit in self._renewed else HOME
 
     # Weights: the window and its fetches #
 
@@ -234,14 +131,14 @@ class Lowering:
             if self._plan.units[load.unit].weights != "disk":
                 self._next_read += 1
                 continue
-            if self._is_handed_over(load.unit):
+            if self._updates.hands_over(load.unit):
                 return self._try_hand_over(load)
             pool = self._names.weight(load.unit)
             if not self._build.has_room(pool):
                 return False
-            self._catch_up(load.unit)
-            size, renewed = self._model.units[load.unit].weight_bytes, self._renewed.get(load.unit)
-            lease, source = f"w{load.unit}.{load.number}", self._newest(load.unit)
+            self._updates.catch_up(load.unit)
+            size, renewed = self._model.units[load.unit].weight_bytes, self._updates.renewed(load.unit)
+            lease, source = f"w{load.unit}.{load.number}", self._updates.newest(load.unit)
             load.read = self._build.add(
                 "READ", "read", load.unit, "weight", size, [renewed], ((pool, lease),), (), source, lease
             )
@@ -249,20 +146,17 @@ class Lowering:
             return True
         return False
 
-    def _is_handed_over(self, unit: int) -> bool:
-        """Whether the new weights of a deferred update go to the device from where they were updated, instead of by way
-        of the disk."""
-        profile = self._model.units[unit]
-        whole = profile.num_trainable == profile.num_params
-        return unit in self._due and whole and self._plan.units[unit].weights == "disk"
+    def flush(self) -> tuple[Op, ...]:
+        """The updates that are due, by themselves."""
+        self._updates.end_forward()
+        return tuple(self._build.ops)
 
     def _try_hand_over(self, load: _Load) -> bool:
         pool = self._names.slot(load.unit)
         if self._next_upload != self._next_read or not self._build.has_room(pool):
             return False
-        self._due.remove(load.unit)
         load.slot = f"s{load.unit}.{load.number}"
-        self._renewed[load.unit] = self._emit_update(load.unit, None, HOME, load)
+        load.upload = self._updates.hand_over(load.unit, load.slot)
         self._next_read += 1
         self._next_upload += 1
         return True
@@ -271,13 +165,13 @@ class Lowering:
         if self._next_upload >= len(self._loads):
             return False
         load = self._loads[self._next_upload]
-        if self._is_handed_over(load.unit):
+        if self._updates.hands_over(load.unit):
             return False
         pool = self._names.slot(load.unit)
         from_disk = self._plan.units[load.unit].weights == "disk"
         if not self._build.has_room(pool) or (from_disk and load.read is None):
             return False
-        self._catch_up(load.unit)
+        self._updates.catch_up(load.unit)
         load.slot = f"s{load.unit}.{load.number}"
         staged = f"w{load.unit}.{load.number}"
         load.upload = self._build.add(
@@ -286,7 +180,7 @@ class Lowering:
             load.unit,
             "weight",
             self._model.units[load.unit].weight_bytes,
-            [load.read, None if from_disk else self._renewed.get(load.unit)],
+            [load.read, None if from_disk else self._updates.renewed(load.unit)],
             ((pool, load.slot),),
             (staged,) if from_disk else (),
             staged if from_disk else HOME,
@@ -383,7 +277,7 @@ class Lowering:
 
     def _emit_forward(self, position: int, use: _Use) -> None:
         call = self._model.calls[use.call]
-        self._catch_up(use.unit)  # those that are fetched were before
+        self._updates.catch_up(use.unit)  # those that are fetched were before
         slot, upload, give = self._slot_of(position)
         self._forward[use.call] = self._build.add(
             call.kind,
@@ -391,7 +285,7 @@ class Lowering:
             use.unit,
             "none",
             call.flops,
-            [upload, self._earlier_store(), self._renewed.get(use.unit) if upload is None else None],
+            [upload, self._earlier_store(), self._updates.renewed(use.unit) if upload is None else None],
             (),
             give,
             slot,
@@ -428,7 +322,7 @@ class Lowering:
             use.call,
         )
         if last and unit.num_trainable:
-            self._emit_gradient(use.unit, [self._backward[use.call]], (grads,) if leased else (), grads)
+            self._updates.gradient(use.unit, [self._backward[use.call]], (grads,) if leased else (), grads)
 
     def _is_first_backward(self, use: _Use) -> bool:
         return use.call == max(index for index, call in enumerate(self._model.calls) if call.unit == use.unit)
@@ -444,189 +338,27 @@ class Lowering:
         done = self._build.add(
             "BACKWARD", "compute", unit, "none", 0, list(self._backward.values()), (), (), HOME, HOME
         )
-        self._emit_gradient(unit, [done], (), HOME)
-
-    # Gradients and updates #
-
-    def _emit_gradient(self, unit: int, deps: list[int | None], give: tuple[str, ...], source: str) -> None:
-        """DOWNLOAD, and with what is wanted of it: ACCUMULATE, NORM, spill to disk, or the update at once."""
-        plan, size = self._plan, self._model.units[unit].grad_bytes
-        if plan.units[unit].states == "device":
-            self._emit_norm_and_update(unit, deps, HOME)
-            return
-        pooled = not plan.waits_for_norm or plan.units[unit].grads == "disk" or plan.accumulation > 1
-        lease = f"g{unit}"
-        take = ((self._names.grad(unit), lease),) if pooled else ()
-        target = lease if pooled else HOME
-        landed = self._build.add("DOWNLOAD", "download", unit, "grad", size, deps, take, give, source, target)
-        if plan.accumulation > 1:
-            landed = self._build.add("ACCUMULATE", "update", unit, "grad", size, [landed], (), (lease,), lease, HOME)
-            target = HOME
-        self._emit_norm_and_update(unit, [landed], target)
-
-    def _emit_norm_and_update(self, unit: int, landed: list[int | None], target: str) -> None:
-        if not self._final:
-            return
-        size = self._model.units[unit].grad_bytes
-        norm = self._build.add("NORM", "update", unit, "grad", size, landed, (), (), target, "")
-        self._norms.append(norm)
-        self._grad_landed[unit] = norm
-        if self._plan.units[unit].grads == "disk":
-            self._grad_landed[unit] = self._build.add(
-                "WRITE", "write", unit, "grad", size, [norm], (), (target,), target, HOME
-            )
-        elif not self._plan.waits_for_norm:
-            self._emit_update(unit, norm, target)
-
-    def _emit_norm(self) -> int:
-        """The global norm: from here on it is known how gradients are scaled."""
-        return self._build.add("NORM", "update", NO_UNIT, "grad", 0, [*self._norms, self._committed])
-
-    def _emit_serial_updates(self) -> None:
-        barrier = self._emit_norm()
-        for unit in range(len(self._model.units)):
-            if unit in self._grad_landed:
-                self._emit_update(unit, barrier, HOME)
-
-    def _emit_update(self, unit: int, ready: int | None, grads: str, load: _Load | None = None) -> int:
-        """Returns the operation after which the new weights are where the unit's weights rest. `load`: the residency
-        that gets them straight from the slabs."""
-        plan, where, profile = self._plan, self._plan.units[unit], self._model.units[unit]
-        read_bytes, write_bytes = state_traffic(where, profile.weight_bytes, profile.state_bytes, profile.grad_bytes)
-        leased = (grads,) if grads != HOME else ()
-        last_update, at_rest = ready, ready
-        for start, stop in subgroups(profile.num_trainable, plan.subgroup, "disk" in (where.states, where.weights)):
-            share = (stop - start) / profile.num_trainable
-            final = (*leased,) if stop == profile.num_trainable else ()
-            lease = f"st{unit}.{start}"
-            staged = bool(read_bytes or write_bytes)
-            fetched = None
-            if staged:
-                fetched = self._build.add(
-                    "READ",
-                    "read",
-                    unit,
-                    "state",
-                    share * read_bytes,
-                    [self._grad_landed.get(unit)] if where.grads == "disk" else [],
-                    (("state", lease),),
-                    (),
-                    HOME,
-                    lease,
-                    start=start,
-                    stop=stop,
-                )
-            last_update = self._build.add(
-                "UPDATE",
-                "update",
-                unit,
-                "state",
-                stop - start,
-                [fetched, ready],
-                (),
-                () if staged else final,
-                grads,
-                lease if staged else HOME,
-                start=start,
-                stop=stop,
-            )
-            at_rest = last_update
-            if load is not None:
-                load.upload = self._build.add(
-                    "UPLOAD",
-                    "upload",
-                    unit,
-                    "weight",
-                    share * profile.weight_bytes,
-                    [last_update],
-                    ((self._names.slot(unit), load.slot),) if start == 0 else (),
-                    (),
-                    lease,
-                    load.slot,
-                    start=start,
-                    stop=stop,
-                )
-            self._ends.append(last_update)
-            if staged:
-                written = self._build.add(
-                    "WRITE",
-                    "write",
-                    unit,
-                    "state",
-                    share * write_bytes,
-                    [last_update, load.upload if load is not None else None],
-                    (),
-                    (lease, *final),
-                    lease,
-                    HOME,
-                    start=start,
-                    stop=stop,
-                )
-                self._ends.append(written)
-                at_rest = written if where.weights == "disk" else last_update
-        invariant(last_update is not None and at_rest is not None, f"unit {unit} has nothing to update")
-        if last_update is None or at_rest is None:
-            raise AssertionError
-        if where.weights == "device" and where.states != "device":
-            return self._emit_refresh(unit, last_update)
-        return at_rest
-
-    def _emit_refresh(self, unit: int, updated: int) -> int:
-        """Weights that live on the device are fetched again once their new values are at rest."""
-        size, lease, read = self._model.units[unit].weight_bytes, f"w{unit}.new", None
-        from_disk = self._plan.units[unit].states == "disk"
-        if from_disk:
-            written = self._ends[-1]
-            take = (("refresh", lease),)
-            read = self._build.add("READ", "read", unit, "weight", size, [written], take, (), WRITTEN, lease)
-        upload = self._build.add(
-            "UPLOAD",
-            "upload",
-            unit,
-            "weight",
-            size,
-            [updated, read],
-            (),
-            (lease,) if from_disk else (),
-            lease if from_disk else HOME,
-            HOME,
-        )
-        self._ends.append(upload)
-        return upload
-
-
-def subgroups(num_trainable: int, subgroup: int, streamed: bool) -> Iterator[tuple[int, int]]:
-    """Element ranges updated by one operation; a unit whose states rest in host memory is updated whole."""
-    size = subgroup if streamed else num_trainable
-    for start in range(0, num_trainable, size):
-        yield start, min(start + size, num_trainable)
-
-
-def state_traffic(where: object, weight_bytes: int, state_bytes: int, grad_bytes: int) -> tuple[int, int]:
-    """Bytes an update of the whole unit reads from and writes to disk.
-
-    Weights that rest on the device or the host are written too where the states are on disk, so that what is on disk is
-    always a whole unit of one step.
-    """
-    weights, states, grads = (getattr(where, part) for part in ("weights", "states", "grads"))
-    on_disk = weights == "disk" or (weights == "device" and states == "disk")
-    read = (weight_bytes if on_disk else 0) + (state_bytes if states == "disk" else 0)
-    write = (weight_bytes if on_disk or states == "disk" else 0) + (state_bytes if states == "disk" else 0)
-    return read + (grad_bytes if grads == "disk" else 0), write
+        self._updates.gradient(unit, [done], (), HOME)
 
 
 def lower(model: ModelProfile, placement: Placement) -> Plan:
     """The plan's pools and lists; what it costs is left out."""
     names = SlabNames(model, placement)
     pools = names.all()
-    deferred = placement.update == "deferred"
-    trained = [index for index, unit in enumerate(model.units) if unit.num_trainable and deferred]
+    trained = frozenset(index for index, unit in enumerate(model.units) if unit.num_trainable)
+    deferring = frozenset(unit for unit in trained if placement.units[unit].defers)
+    now = trained - deferring if placement.update == "overlap" else frozenset()
 
-    def round_of(final: bool, due: Iterable[int]) -> Lowering:
-        return Lowering(model, placement, names, pools, final, due)
+    def of(round_: Round) -> tuple[Op, ...]:
+        return Lowering(model, placement, names, pools, round_).run()
 
-    flush = round_of(False, trained).flush() if deferred else ()
-    if placement.accumulation == 1:
-        return Plan(placement, pools, round_of(True, trained).run(), flush_ops=flush)
-    begin = round_of(False, trained).run() if deferred else ()
-    return Plan(placement, pools, round_of(True, ()).run(), round_of(False, ()).run(), begin, flush)
+    if placement.accumulation > 1:
+        begin = of(Round(False, deferring)) if deferring else ()
+        plan = Plan(placement, pools, of(Round(True, now=now)), of(Round(False)), begin)
+    else:
+        wary = of(Round(True, trained)) if placement.speculates else ()
+        plan = Plan(placement, pools, of(Round(True, deferring, now)), wary_ops=wary)
+    due = trained if placement.speculates else deferring
+    if not due:
+        return plan
+    return replace(plan, flush_ops=Lowering(model, placement, names, pools, Round(False, due)).flush())

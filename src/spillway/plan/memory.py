@@ -35,7 +35,7 @@ def residents(model: ModelProfile, placement: Placement, unit: int) -> Residents
 
 def grads_at_home(placement: Placement, unit: int) -> bool:
     """Whether the unit has a host gradient buffer of its own: the update, or another backward, comes later."""
-    waits = placement.waits_for_norm or placement.accumulation > 1
+    waits = placement.keeps_gradient(unit) or placement.accumulation > 1
     return waits and placement.units[unit].grads == "host"
 
 

@@ -44,6 +44,11 @@ class SlabNames:
         """Host slabs that gradients land in."""
         return f"grad/{self._classes[unit]}"
 
+    def lands_in_slab(self, unit: int) -> bool:
+        """Whether a gradient passes through a slab, instead of landing in the unit's own buffer."""
+        plan = self._placement
+        return not plan.keeps_gradient(unit) or plan.units[unit].grads == "disk" or plan.accumulation > 1
+
     def act(self, call: int) -> str:
         """Host slabs that keep or pass on unit inputs."""
         return f"act-{self._placement.acts[call]}/{self._act_classes[call]}"
@@ -73,7 +78,7 @@ class SlabNames:
                 need(self.weight(index), "host", unit.weight_bytes, 2)
             if trained and index != self._model.resident_unit:
                 need(self.grad_slot(index), "device", unit.grad_bytes, grad_slots)
-            if trained and (not plan.waits_for_norm or where.grads == "disk" or plan.accumulation > 1):
+            if trained and self.lands_in_slab(index):
                 need(self.grad(index), "host", unit.grad_bytes, 2)
             if where.weights == "device" and where.states == "disk" and trained:
                 need("refresh", "host", unit.weight_bytes, 1)

@@ -1,7 +1,7 @@
 """The simple planner: the deepest pipeline that fits with everything on disk, then host memory filled with what saves
 most traffic per byte."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -31,6 +31,8 @@ _WINDOWS = (4, 3, 2, 1)
 _SUBGROUPS = ((1 << 24, 4), (1 << 23, 4), (1 << 22, 4), (1 << 22, 2), (1 << 20, 2), (1 << 18, 1))
 # Of the optimizer states: fewer than that in host memory are not worth losing a saved point at every step.
 _WORTHWHILE_SHARE = 0.25
+# Of the updates that could be made within the step: how many are left to the next forward.
+_DEFERRED_SHARES = (0.25, 0.5, 1.0)
 # Smaller parts may fit where one did not; after so many of a kind no more are tried.
 _MISSES = 3
 
@@ -46,7 +48,7 @@ class PlanRequest:
     accumulation: int = 1
     has_store: bool = True
     keep: KeepPoints = LAST_POINT
-    fixed: tuple[UnitPlacement, ...] | None = None  # units already rest somewhere: only the step is planned
+    fixed: Placement | None = None  # units already rest where it says: only the step is planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +79,18 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
     Raises PlanInfeasible naming the tier that is short and the smallest budget that works, UsageError where forced
     choices contradict each other.
     """
-    update = _update_mode(request)
-    planner = _Planner(model, hardware, budget, request, update)
+    planner = _Planner(model, hardware, budget, request)
     if not model.calls:
         # Nothing is known yet of what activations take: half of what is left stays theirs.
-        planner = _Planner(model, hardware, _half_of(budget), request, update)
+        planner = _Planner(model, hardware, _half_of(budget), request)
     best = planner.fill(planner.deepest())
-    plan = replace(lower(model, best.placement), peaks=best.peaks, notes=_notes(best, request))
+    notes = _notes(best, request)
+    plans = [_predicted(candidate, model, hardware, notes) for candidate in planner.variants(best)]
+    return min(plans, key=lambda plan: plan.step_seconds)
+
+
+def _predicted(candidate: _Candidate, model: ModelProfile, hardware: HardwareSpec, notes: tuple[str, ...]) -> Plan:
+    plan = replace(lower(model, candidate.placement), peaks=candidate.peaks, notes=notes)
     check(plan)
     seconds, bottleneck = step_seconds(plan, hardware)
     return replace(plan, step_seconds=seconds, bottleneck=bottleneck)
@@ -95,12 +102,14 @@ def _half_of(budget: Budget) -> Budget:
 
 
 def _update_mode(request: PlanRequest) -> str:
+    if request.fixed is not None:
+        return request.fixed.update
     if request.update == "auto":
-        return "deferred" if request.clip else "overlap"
-    if request.update == "overlap" and request.clip:
+        return "deferred" if request.clip and request.accumulation > 1 else "overlap"
+    if request.update == "overlap" and request.clip and request.accumulation > 1:
         raise UsageError(
-            "update='overlap' updates before the global gradient norm is known and so cannot clip by it: "
-            "use update='deferred' (or 'auto'), or max_grad_norm=None"
+            "update='overlap' cannot clip gradients of several backward calls: use update='deferred' (or 'auto'), "
+            "or max_grad_norm=None"
         )
     if request.update not in UPDATE_MODES:
         raise UsageError(f"update='{request.update}' is not one of auto, {', '.join(UPDATE_MODES)}")
@@ -108,13 +117,11 @@ def _update_mode(request: PlanRequest) -> str:
 
 
 class _Planner:
-    def __init__(
-        self, model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest, update: str
-    ) -> None:
+    def __init__(self, model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> None:
         self._model = model
         self._budget = budget
         self._request = request
-        self._update = update
+        self._update = _update_mode(request)
         self._device_is_host = hardware.device == "cpu"
         for name, tier in (("weights", request.weights), ("states", request.states)):
             if tier not in ("auto", *TIERS):
@@ -179,13 +186,13 @@ class _Planner:
         acts = tuple(far for _ in self._model.calls)
         if request.fixed is not None:
             return Placement(
-                request.fixed, acts, self._update, request.clip, request.accumulation, window, slabs, subgroup
+                request.fixed.units, acts, self._update, request.clip, request.accumulation, window, slabs, subgroup
             )
         weights = far if request.weights == "auto" else request.weights
         states = far if request.states == "auto" else request.states
         if states == "device":
             weights = "device"
-        waits = self._update != "overlap" and request.accumulation == 1
+        waits = (self._update != "overlap" or request.clip) and request.accumulation == 1
         grads = "device" if states == "device" else far if waits else "host"
         units = []
         for index, unit in enumerate(self._model.units):
@@ -221,7 +228,18 @@ class _Planner:
                 if where.states != "none":
                     yield _Upgrade("states", unit, "device")
 
-    def _candidate(self, placement: Placement) -> _Candidate:
+    def _candidate(self, placement: Placement, deferred: Collection[int] = ()) -> _Candidate:
+        if self._request.fixed is None:
+            placement = replace(
+                placement,
+                units=tuple(
+                    replace(
+                        where,
+                        defers=where.states != "none" and (unit in deferred or self._must_defer(placement, where)),
+                    )
+                    for unit, where in enumerate(placement.units)
+                ),
+            )
         pools = SlabNames(self._model, placement).all()
         extents = tuple(
             extents_of_unit(placement, unit, self._request.keep) if self._request.has_store else 0
@@ -230,6 +248,29 @@ class _Planner:
         process = self._budget.process_bytes
         tiers = peaks(self._model, placement, pools, process, self._device_is_host, extents)
         return _Candidate(placement, pools, tiers)
+
+    def variants(self, candidate: _Candidate) -> Iterator[_Candidate]:
+        """The same resting places with more and more updates left to the next forward, so that the drive has work all
+        step long; in the end with all of them."""
+        request, placement = self._request, candidate.placement
+        soon = [unit for unit, where in enumerate(placement.units) if where.states != "none" and not where.defers]
+        if request.update != "auto" or request.fixed is not None or request.accumulation > 1 or not self._model.calls:
+            yield candidate
+            return
+        if soon:
+            yield candidate
+        for share in _DEFERRED_SHARES if soon else (1.0,):
+            left = {unit for turn, unit in enumerate(soon) if int((turn + 1) * share) > int(turn * share)}
+            update = placement.update if share < 1 else "deferred"
+            variant = self._candidate(replace(placement, update=update), left)
+            if self._fits(variant):
+                yield variant
+
+    def _must_defer(self, placement: Placement, where: UnitPlacement) -> bool:
+        """Whether a unit leaves its update to the next forward: as all do, or because a guess could not be taken back:
+        nothing on disk holds what it changes, or the gradient is not at hand."""
+        sure = where.states != "disk" or where.weights == "device" or where.grads != "host"
+        return placement.update == "deferred" or (placement.speculates and sure)
 
     def _fits(self, candidate: _Candidate) -> bool:
         need, have = candidate.peaks, self._budget

@@ -72,9 +72,9 @@ class Executor:
         """Whether no list is under way."""
         return self._running == 0 and self._next_compute == len(self._compute)
 
-    def find(self, kind: str) -> Op | None:
-        """The first operation of that kind in the list."""
-        return next((op for op in self._ops if op.kind == kind), None)
+    def find_late(self, kind: str) -> Op | None:
+        """The first operation of that kind that belongs to the step before."""
+        return next((op for op in self._ops if op.kind == kind and op.late), None)
 
     @property
     def seconds(self) -> float:

@@ -1,6 +1,7 @@
 """What each kind of operation does on its lane."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,11 +19,15 @@ HOME, WRITTEN = "home", "written"
 
 @dataclass(slots=True)
 class Due:
-    """What an optimizer step does to the units, besides their gradients: known when its norm is."""
+    """What an optimizer step does to the units, besides their gradients: known when its norm is.
+
+    `sweeping`: units are among them that are otherwise updated within their step.
+    """
 
     hypers: list[Hyper] = field(default_factory=list)  # per parameter group
     scale: float = 1.0
     units: set[int] = field(default_factory=set)  # those with a gradient; the others are left alone, as in PyTorch
+    sweeping: bool = False
 
 
 @dataclass(slots=True)
@@ -30,22 +35,27 @@ class StepState:
     """What the operations of one list share besides slabs."""
 
     own: Due = field(default_factory=Due)  # of the step that this forward and backward belong to
-    due: Due | None = None  # of the step whose updates the list carries out; None where there are none yet
+    late: Due | None = None  # of the step before, whose updates belong to this forward
+    applied_scale: float | None = None  # of the gradients, in this step's own updates
+    may_take_back: bool = False  # its own updates can be taken back
     max_grad_norm: float | None = None
     squares: dict[int, float] = field(default_factory=dict)  # per unit: sum of squares of its gradient
     non_finite: int | None = None  # a unit whose gradient is infinite or not a number
     fresh: set[int] = field(default_factory=set)  # units whose gradient slot this backward has filled
     acts: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # inputs on their way out, per call
-    at_rest: bool = False  # every update of `due` is
+    at_rest: bool = False  # every update of `late` is
     in_place: bool = False  # an update has changed weights or states that rest in host memory
     act_extents: dict[int, Extent] = field(default_factory=dict)
 
     @property
     def is_half_done(self) -> bool:
         """Whether, given up here, it leaves units of two steps behind, or loses updates that count as done."""
-        if self.due is None or self.due is self.own:
-            return self.in_place
-        return not self.at_rest
+        return self.in_place or (self.late is not None and not self.at_rest)
+
+    @property
+    def guessed_wrong(self) -> bool:
+        """Whether units were updated with gradients of another scale than the norm then asked for."""
+        return self.applied_scale is not None and self.applied_scale != self.own.scale
 
     def grad_norm(self) -> float:
         """The global norm of the gradients before clipping."""
@@ -66,11 +76,16 @@ class LaneWorker:
         self._threads = threads
         self.pools: SlabPools | None = None
         self.step = StepState()
+        self.on_rest: Callable[[], None] = _nothing  # called when the late updates of a step are at rest
 
     def __call__(self, op: Op, events: list[object]) -> None:
         """Run one operation of a thread lane."""
         run = getattr(self, f"_{op.kind.lower()}_{op.group}", None) or getattr(self, f"_{op.kind.lower()}")
         run(op, self._homes.units[op.unit], events)
+
+    def _skips(self, op: Op) -> bool:
+        """Whether a late operation has nothing to do: no step went before, or the unit was updated in it."""
+        return op.late and (self.step.late is None or op.unit not in self.step.late.units)
 
     def _buffer(self, lease: str) -> torch.Tensor:
         invariant(self.pools is not None, "no step is under way")
@@ -81,6 +96,8 @@ class LaneWorker:
     # Weights #
 
     def _read_weight(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        if self._skips(op):
+            return
         index = home.current if op.source == HOME or home.written is None else home.written
         extent = Extent(home.extents[index].offset, home.layout.weight_bytes)
         self._homes.need_disk().read(self._homes.read_engine, extent, self._buffer(op.target))
@@ -92,10 +109,12 @@ class LaneWorker:
             part = SlabRange(home, op.start, op.stop)
             self._device.copy("upload", part.weight_in_slot(target), part.weight_in_slab(source), events)
             return
+        if self._skips(op):
+            return
         invariant(source is not None and target is not None, f"unit {op.unit} has no weights to upload")
         if source is not None and target is not None:
             size = home.layout.weight_bytes
-            self.step.in_place |= op.target == HOME and self.step.due is not None
+            self.step.in_place |= op.target == HOME and not op.late
             self._device.copy("upload", target[:size], source[:size], events)
 
     # Activations #
@@ -188,15 +207,18 @@ class LaneWorker:
     def _read_state(self, op: Op, home: UnitHome, events: list[object]) -> None:
         part = SlabRange(home, op.start, op.stop)
         moves = part.reads(self._buffer(op.target))
-        if self.step.due is None:  # nothing is updated; but weights may be fetched this way
+        if self._skips(op):  # its weights may be fetched this way all the same
             moves = part.weight_reads(self._buffer(op.target))
         self._homes.need_disk().read_all(self._homes.read_engine, moves)
 
     def _update(self, op: Op, home: UnitHome, events: list[object]) -> None:
-        due = self.step.due
-        if due is None:
+        due = self.step.late if op.late else self.step.own
+        if due is None or self._skips(op):
             return
-        if due is self.step.own:
+        if not op.late:
+            self.step.applied_scale = due.scale
+            if self.step.non_finite is not None and self.step.may_take_back:
+                return  # the norm, which is waited for, says so
             self._require_finite()
         slab = None if op.target == HOME else self._buffer(op.target)
         part = SlabRange(home, op.start, op.stop)
@@ -209,7 +231,7 @@ class LaneWorker:
     def _apply(self, op: Op, home: UnitHome, due: Due, arrays: StateRange) -> None:
         if home.weight is not None or home.state is not None:
             self._homes.before_change(op.unit)
-            self.step.in_place = True
+            self.step.in_place |= not op.late and not self.step.may_take_back
         for start, stop, group in self._segments[op.unit]:
             begin, end = max(start, op.start), min(stop, op.stop)
             if begin < end:
@@ -217,15 +239,21 @@ class LaneWorker:
                 update_range(part, due.hypers[group], due.scale, self._threads)
 
     def _write_state(self, op: Op, home: UnitHome, events: list[object]) -> None:
-        if self.step.due is None:
+        if self._skips(op):
             return
         moves = SlabRange(home, op.start, op.stop).writes(self._buffer(op.source))
         self._homes.need_disk().write_all(self._homes.write_engine, moves)
 
     def _commit(self, op: Op, home: UnitHome, events: list[object]) -> None:
-        if self.step.due is None:
+        if self.step.late is None if op.late else self.step.guessed_wrong:
             return
         if self._homes.disk is not None and any(unit.written is not None for unit in self._homes.units):
             self._homes.disk.sync()
         self._homes.flip()
-        self.step.at_rest = True
+        if op.late:
+            self.step.at_rest = True
+            self.on_rest()
+
+
+def _nothing() -> None:
+    """Nobody waits for it."""

@@ -64,6 +64,9 @@ class StepResult:
     traces: list[Trace] = field(default_factory=list)
 
 
+# A wrong guess costs an update that is dropped, and going over to guessing one that nothing overlaps with.
+_CALM_STEPS = 3
+
 # Makes the plan for a profile; the second argument tells whether units already rest where an earlier plan put them.
 Planner = Callable[[ModelProfile, bool], Plan]
 
@@ -92,7 +95,7 @@ class Session:
         self.schedule: Schedule | None = None
         self._laid: Schedule | None = None  # whose slabs the arena is cut into
         self.hypers: Callable[[], list[Hyper]] = list
-        self.on_rest: Callable[[], None] = _nothing  # called when a deferred update has come to rest
+        self.on_rest: Callable[[], None] = _nothing  # called by a lane when deferred updates have come to rest
         self.max_grad_norm: float | None = None
         self.segments: list[list[tuple[int, int, int]]] = []
         self.batch_hooks: list[Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]] = []
@@ -117,6 +120,7 @@ class Session:
         self._closed = False
         self._half_done = False  # a failed step has changed what rests in host memory
         self._due: Due | None = None  # the last step's updates, where they belong to the next forward
+        self._unclipped = 0  # steps in a row whose gradients were not clipped
         self._calls_beside = False  # of the forward being profiled
         self._traces: list[Trace] = []
         self._replace_forwards()
@@ -171,6 +175,7 @@ class Session:
             self._worker = LaneWorker(
                 self.device, self.store.homes, self.segments, [unit.name for unit in self.units], self._threads
             )
+            self._worker.on_rest = self.on_rest
             self._executor = Executor(self.device, self._worker)
         if self.schedule is not schedule:
             invariant(self._executor.idle, "the plan changed within a step")
@@ -303,14 +308,20 @@ class Session:
         self.settle()
         self._refuse_half_done()
         schedule = self._schedule_for(args, kwargs)
-        deferred = schedule.plan.placement.update == "deferred"
-        if schedule.calls_beside or not deferred:
+        plan = schedule.plan
+        wary = plan.placement.speculates and self._unclipped < _CALM_STEPS
+        if schedule.calls_beside or (self._due is not None and self._due.sweeping and not wary):
             self.come_to_rest()
         self._ensure_open(schedule)
-        own = Due(self.hypers())
-        extents = self.store.act_extents(schedule.plan, schedule.profile)
-        step = StepState(own, self._due if deferred else own, self.max_grad_norm, act_extents=extents)
-        self._start(schedule.plan.round_ops(self._backwards), step)
+        extents = self.store.act_extents(plan, schedule.profile)
+        step = StepState(
+            Due(self.hypers(), sweeping=wary),
+            self._due,
+            may_take_back=plan.placement.speculates,
+            max_grad_norm=self.max_grad_norm,
+            act_extents=extents,
+        )
+        self._start(plan.wary_ops if wary else plan.round_ops(self._backwards), step)
         self.step_number += 1
         self._in_step, self._in_backward, self._next_call = True, False, 0
         self._await_resident()
@@ -363,7 +374,7 @@ class Session:
             return
         self._ensure_open(self.schedule)
         executor, _ = self._parts()
-        self._start(self.schedule.plan.flush_ops, StepState(due=self._due))
+        self._start(self.schedule.plan.flush_ops, StepState(late=self._due))
         try:
             self._traces.append(executor.wait())
         except BaseException:
@@ -379,32 +390,39 @@ class Session:
             self._run_out()
         finally:
             executor.abandon()
-            self.store.homes.forget_written()
+            self._half_done |= worker.step.is_half_done
+            self._take_back()
             if self._backwards == 0 or self._in_backward or executor.has_failed:
                 self._backwards, self._traces = 0, []
                 for home in self.store.homes.units:
                     home.has_grad = False
             self._in_step = self._in_backward = False
-            self._half_done |= worker.step.is_half_done
+
+    def _take_back(self) -> None:
+        """What the step under way has written is the state of nothing."""
+        _, worker = self._parts()
+        homes = self.store.homes
+        if not worker.step.may_take_back:
+            homes.forget_written()
+            return
+        try:
+            homes.take_back()
+        except BaseException:
+            self._half_done = True
+            raise
 
     def _run_out(self) -> None:
         """Of a forward that is given up: the updates of the step before it."""
         executor, worker = self._parts()
-        commit = executor.find("COMMIT")
-        if commit is not None and worker.step.is_half_done and not executor.has_failed and not self._own_updates:
+        commit = executor.find_late("COMMIT")
+        if commit is not None and worker.step.late is not None and not executor.has_failed:
             executor.run_out(commit)
 
     def _note_rest(self) -> None:
         if self._worker is not None and self._due is not None:
             step = self._worker.step
-            if step.due is self._due and step.at_rest:
+            if step.late is self._due and step.at_rest:
                 self._due = None
-                self.on_rest()
-
-    @property
-    def _own_updates(self) -> bool:
-        """Whether the list under way updates with the gradients of its own backward."""
-        return self._plan().placement.update != "deferred"
 
     def _refuse_half_done(self) -> None:
         if self._half_done:
@@ -568,14 +586,27 @@ class Session:
             self._note_rest()
             raise
         self._note_rest()
-        if self._plan().placement.update == "deferred":
-            self._due = worker.step.own
+        self._note_due(worker.step)
         self._backwards = 0
         for home in self.store.homes.units:
             home.has_grad = False
         self.result = StepResult(worker.step.grad_norm(), self._traces)
         self._traces = []
         return self.result
+
+    def _note_due(self, step: StepState) -> None:
+        """Which updates of the step that is over belong to the next forward."""
+        placement, due = self._plan().placement, step.own
+        self._unclipped = self._unclipped + 1 if due.scale == 1.0 else 0
+        if step.guessed_wrong:
+            self._take_back()
+            due.sweeping = True
+        if placement.update == "serial":
+            return
+        if not due.sweeping:
+            due.units = {unit for unit in due.units if placement.units[unit].defers}
+        if due.sweeping or any(where.defers for where in placement.units):
+            self._due = due
 
     def _end_backward(self) -> None:
         executor, worker = self._parts()

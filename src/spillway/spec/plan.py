@@ -55,6 +55,7 @@ class Op:
     call: int = -1
     start: int = 0
     stop: int = 0
+    late: bool = False  # of the step before
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class UnitPlacement:
     weights: str
     states: str
     grads: str  # host; disk where gradients that wait for the norm do not fit; device where the states are
+    defers: bool = False  # its update belongs to the next step's forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,14 @@ class Placement:
     subgroup: int  # elements updated by one UPDATE
 
     @property
-    def waits_for_norm(self) -> bool:
-        """Whether gradients stay at rest until all of them are there."""
-        return self.update != "overlap"
+    def speculates(self) -> bool:
+        """Whether units are updated before the norm is known, as if nothing were clipped; where that proves wrong, what
+        was written is dropped, and all of them are updated in the next forward."""
+        return self.clip and self.update == "overlap"
+
+    def keeps_gradient(self, unit: int) -> bool:
+        """Whether the gradient of a unit may still be wanted after the backward it came from."""
+        return self.clip or self.update == "serial" or self.units[unit].defers
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +117,10 @@ class Plan:
     """Placement, pools, the operations of a step and what they are predicted to cost.
 
     `ops` is the forward and backward that ends a step; `accumulate_ops` one that only adds to the gradients (empty
-    without accumulation). Deferred updates belong to the next step's forward: they stand in `ops`, or with
-    accumulation in `begin_ops`, the first forward and backward of several; `flush_ops` are they alone, for when no
-    forward follows. Lists run in their order per lane; leases of a pool are granted in list order (see plan.check).
+    without accumulation). Deferred updates belong to the next step's forward: they stand in `ops`, or with accumulation
+    in `begin_ops`, the first forward and backward of several; `flush_ops` are they alone, for when no forward follows.
+    Where updates are speculative, `wary_ops` is the step that leaves all of them to the next. Lists run in their order
+    per lane; leases of a pool are granted in list order (see plan.check).
     """
 
     placement: Placement
@@ -120,6 +128,7 @@ class Plan:
     ops: tuple[Op, ...]
     accumulate_ops: tuple[Op, ...] = ()
     begin_ops: tuple[Op, ...] = ()
+    wary_ops: tuple[Op, ...] = ()
     flush_ops: tuple[Op, ...] = ()
     peaks: TierPeaks = TierPeaks(0, 0, 0)
     step_seconds: float = 0.0
@@ -129,7 +138,7 @@ class Plan:
     @property
     def lists(self) -> tuple[tuple[Op, ...], ...]:
         """Every list that runs by itself."""
-        return self.ops, self.accumulate_ops, self.begin_ops, self.flush_ops
+        return self.ops, self.accumulate_ops, self.begin_ops, self.wary_ops, self.flush_ops
 
     def round_ops(self, index: int) -> tuple[Op, ...]:
         """What runs at the given forward and backward of a step, counted from 0."""

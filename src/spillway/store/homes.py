@@ -200,6 +200,15 @@ class Homes:
         for home in self.units:
             home.written = None
 
+    def take_back(self) -> None:
+        """As `forget_written`; weights that rest in host memory are read again from what is the state. Raises DiskError
+        where they cannot be."""
+        for home in self.units:
+            if home.written is not None and home.weight is not None:
+                extent = Extent(home.extents[home.current].offset, home.layout.weight_bytes)
+                self.need_disk().read(self.own_engine, extent, home.weight)
+        self.forget_written()
+
     def place_snapshot(self) -> dict[int, int]:
         """The extents that a saved point of now goes to, for the units whose newest state is in memory; from here on
         they are current. Raises DiskError where there is no room."""

@@ -1,0 +1,280 @@
+"""What becomes of gradients: how they land, when each unit is updated, and when a step is committed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spillway.plan.build import HOME, NO_UNIT, WRITTEN, Builder
+from spillway.plan.pools import SlabNames
+from spillway.spec.errors import invariant
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Placement, UnitPlacement
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One forward and backward. `ends`: with it an optimizer step is complete; otherwise it only accumulates. `due`:
+    units whose update with the last step's gradients belongs to its forward. `now`: units that are updated as soon as
+    their gradient has landed."""
+
+    ends: bool
+    due: frozenset[int] = frozenset()
+    now: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class Slot:
+    """Where the weights of an update go at once: the lease in the window, and the upload that fills it."""
+
+    lease: str
+    upload: int | None = None
+
+
+class Updates:
+    """Writes gradients, updates and commits into the list of one round."""
+
+    def __init__(
+        self, build: Builder, model: ModelProfile, placement: Placement, names: SlabNames, round_: Round
+    ) -> None:
+        self._build = build
+        self._model = model
+        self._plan = placement
+        self._names = names
+        self._round = round_
+        self._due = set(round_.due)
+        self._renewed: dict[int, int] = {}  # unit -> the operation after which its new weights may be fetched
+        self._ends: list[int | None] = []
+        self._norms: list[int | None] = []
+        self._grad_landed: dict[int, int] = {}
+        self._committed: int | None = None  # of the step before
+
+    # Updates of the step before #
+
+    def catch_up(self, unit: int) -> None:
+        """Before the first use of a unit: its update, if it is due."""
+        if unit in self._due:
+            self._due.remove(unit)
+            self._renewed[unit] = self._emit(unit, None, HOME, late=True)
+
+    def catch_up_resident(self) -> None:
+        """Parameters outside any unit may be used from the first line of the user's forward."""
+        unit = self._model.resident_unit
+        if unit is not None and unit in self._due:
+            self.catch_up(unit)
+            self._build.add("FORWARD", "compute", unit, "none", 0, [self._renewed[unit]], (), (), HOME)
+
+    def hands_over(self, unit: int) -> bool:
+        """Whether the weights of a due update go to the device from where they were updated, instead of by way of the
+        disk."""
+        profile = self._model.units[unit]
+        whole = profile.num_trainable == profile.num_params
+        return unit in self._due and whole and self._plan.units[unit].weights == "disk"
+
+    def hand_over(self, unit: int, lease: str) -> int | None:
+        """The due update of a unit, straight into a slot of the window. Returns the upload that fills it."""
+        self._due.remove(unit)
+        slot = Slot(lease)
+        self._renewed[unit] = self._emit(unit, None, HOME, late=True, slot=slot)
+        return slot.upload
+
+    def end_forward(self) -> None:
+        """Every update that is due and not used in this forward; then the step before is committed."""
+        for unit in sorted(self._due):
+            self.catch_up(unit)
+        if self._round.due:
+            self._committed = self._build.add("COMMIT", "write", NO_UNIT, "none", 0, self._ends, late=True)
+            self._ends = []
+
+    def renewed(self, unit: int) -> int | None:
+        """The operation after which this round's weights of the unit may be fetched; None where they are at rest."""
+        return self._renewed.get(unit)
+
+    def newest(self, unit: int) -> str:
+        """Which of its places on disk they are fetched from."""
+        return WRITTEN if self._round.due else HOME
+
+    # Gradients of this round #
+
+    def gradient(self, unit: int, deps: list[int | None], give: tuple[str, ...], source: str) -> None:
+        """DOWNLOAD, and with what is wanted of it: ACCUMULATE, NORM, spill to disk, or the update at once."""
+        plan, size = self._plan, self._model.units[unit].grad_bytes
+        if plan.units[unit].states == "device":
+            self._norm_and_update(unit, deps, HOME)
+            return
+        pooled = self._names.lands_in_slab(unit)
+        lease = f"g{unit}"
+        take = ((self._names.grad(unit), lease),) if pooled else ()
+        target = lease if pooled else HOME
+        landed = self._build.add("DOWNLOAD", "download", unit, "grad", size, deps, take, give, source, target)
+        if plan.accumulation > 1:
+            landed = self._build.add("ACCUMULATE", "update", unit, "grad", size, [landed], (), (lease,), lease, HOME)
+            target = HOME
+        self._norm_and_update(unit, [landed], target)
+
+    def _norm_and_update(self, unit: int, landed: list[int | None], target: str) -> None:
+        if not self._round.ends:
+            return
+        size = self._model.units[unit].grad_bytes
+        norm = self._build.add("NORM", "update", unit, "grad", size, landed, (), (), target, "")
+        self._norms.append(norm)
+        self._grad_landed[unit] = norm
+        if self._plan.units[unit].grads == "disk":
+            self._grad_landed[unit] = self._build.add(
+                "WRITE", "write", unit, "grad", size, [norm], (), (target,), target, HOME
+            )
+        elif unit in self._round.now:
+            self._emit(unit, norm, target)
+
+    def end(self) -> None:
+        """With the last backward of a step: the norm where anything waits for it, what is updated after it, and the
+        commit, unless the next forward has updates to make first."""
+        if not self._round.ends:
+            return
+        later = set(self._grad_landed) - self._round.now
+        serial = self._plan.update == "serial"
+        norm = self._norm() if later or self._plan.clip else None
+        if serial:
+            for unit in sorted(later):
+                self._emit(unit, norm, HOME)
+        if serial or not later:
+            last = len(self._build.ops) - 1
+            self._build.add("COMMIT", "write", NO_UNIT, "none", 0, [*self._ends, *([last] if last >= 0 else [])])
+
+    def _norm(self) -> int:
+        """The global norm: from here on it is known how gradients are scaled."""
+        return self._build.add("NORM", "update", NO_UNIT, "grad", 0, [*self._norms, self._committed])
+
+    # One update #
+
+    def _emit(self, unit: int, ready: int | None, grads: str, late: bool = False, slot: Slot | None = None) -> int:
+        """READ, UPDATE and WRITE of each subgroup. Returns the operation after which the new weights are where the
+        unit's weights rest."""
+        where, profile = self._plan.units[unit], self._model.units[unit]
+        streamed = "disk" in (where.states, where.weights)
+        at_rest = ready
+        for start, stop in subgroups(profile.num_trainable, self._plan.subgroup, streamed):
+            give = (grads,) if grads != HOME and stop == profile.num_trainable else ()
+            at_rest = self._subgroup(unit, start, stop, ready, grads, give, late, slot)
+        invariant(at_rest is not None, f"unit {unit} has nothing to update")
+        if at_rest is None:
+            raise AssertionError
+        if where.weights == "device" and where.states != "device":
+            return self._refresh(unit, at_rest, late)
+        return at_rest
+
+    def _subgroup(
+        self,
+        unit: int,
+        start: int,
+        stop: int,
+        ready: int | None,
+        grads: str,
+        give: tuple[str, ...],
+        late: bool,
+        slot: Slot | None,
+    ) -> int:
+        where, profile = self._plan.units[unit], self._model.units[unit]
+        read_bytes, write_bytes = state_traffic(where, profile.weight_bytes, profile.state_bytes, profile.grad_bytes)
+        share = (stop - start) / profile.num_trainable
+        staged = bool(read_bytes or write_bytes)
+        lease, fetched, add = f"st{unit}.{start}{'.late' if late else ''}", None, self._build.add
+        if staged:
+            spilled = self._grad_landed.get(unit) if where.grads == "disk" else None
+            fetched = add(
+                "READ",
+                "read",
+                unit,
+                "state",
+                share * read_bytes,
+                [spilled, self._committed],
+                (("state", lease),),
+                (),
+                HOME,
+                lease,
+                start=start,
+                stop=stop,
+                late=late,
+            )
+        place = lease if staged else HOME
+        updated = add(
+            "UPDATE",
+            "update",
+            unit,
+            "state",
+            stop - start,
+            [fetched, ready],
+            (),
+            () if staged else give,
+            grads,
+            place,
+            start=start,
+            stop=stop,
+            late=late,
+        )
+        self._ends.append(updated)
+        if slot is not None:
+            slot.upload = add(
+                "UPLOAD",
+                "upload",
+                unit,
+                "weight",
+                share * profile.weight_bytes,
+                [updated],
+                ((self._names.slot(unit), slot.lease),) if start == 0 else (),
+                (),
+                lease,
+                slot.lease,
+                start=start,
+                stop=stop,
+                late=late,
+            )
+        if not staged:
+            return updated
+        written = add(
+            "WRITE",
+            "write",
+            unit,
+            "state",
+            share * write_bytes,
+            [updated, slot.upload if slot is not None else None],
+            (),
+            (lease, *give),
+            lease,
+            HOME,
+            start=start,
+            stop=stop,
+            late=late,
+        )
+        self._ends.append(written)
+        return updated if where.weights == "host" else written
+
+    def _refresh(self, unit: int, at_rest: int, late: bool) -> int:
+        """Weights that live on the device are fetched again once their new values are at rest."""
+        size, lease, read, add = self._model.units[unit].weight_bytes, f"w{unit}.new", None, self._build.add
+        from_disk = self._plan.units[unit].states == "disk"
+        if from_disk:
+            take = (("refresh", lease),)
+            read = add("READ", "read", unit, "weight", size, [at_rest], take, (), WRITTEN, lease, late=late)
+        give, source = ((lease,), lease) if from_disk else ((), HOME)
+        upload = add("UPLOAD", "upload", unit, "weight", size, [at_rest, read], (), give, source, HOME, late=late)
+        self._ends.append(upload)
+        return upload
+
+
+def subgroups(num_trainable: int, subgroup: int, streamed: bool) -> Iterator[tuple[int, int]]:
+    """Element ranges updated by one operation; a unit whose states rest in host memory is updated whole."""
+    size = subgroup if streamed else num_trainable
+    for start in range(0, num_trainable, size):
+        yield start, min(start + size, num_trainable)
+
+
+def state_traffic(where: UnitPlacement, weight_bytes: int, state_bytes: int, grad_bytes: int) -> tuple[int, int]:
+    """Bytes an update of the whole unit reads from and writes to disk.
+
+    Weights that rest on the device or the host are written too where the states are on disk, so that what is on disk is
+    always a whole unit of one step.
+    """
+    on_disk = where.weights == "disk" or (where.weights == "device" and where.states == "disk")
+    states = state_bytes if where.states == "disk" else 0
+    read = (weight_bytes if on_disk else 0) + states
+    write = (weight_bytes if on_disk or where.states == "disk" else 0) + states
+    return read + (grad_bytes if where.grads == "disk" else 0), write
