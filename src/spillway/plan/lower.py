@@ -341,24 +341,43 @@ class Lowering:
         self._updates.gradient(unit, [done], (), HOME)
 
 
+def lower_step(model: ModelProfile, placement: Placement) -> Plan:
+    """The plan's pools and the lists of a whole step; what it costs, and what runs now and then, is left out."""
+    return _Lists(model, placement).step()
+
+
 def lower(model: ModelProfile, placement: Placement) -> Plan:
-    """The plan's pools and lists; what it costs is left out."""
-    names = SlabNames(model, placement)
-    pools = names.all()
-    trained = frozenset(index for index, unit in enumerate(model.units) if unit.num_trainable)
-    deferring = frozenset(unit for unit in trained if placement.units[unit].defers)
-    now = trained - deferring if placement.update == "overlap" else frozenset()
+    """As `lower_step`, with every list."""
+    return _Lists(model, placement).all()
 
-    def of(round_: Round) -> tuple[Op, ...]:
-        return Lowering(model, placement, names, pools, round_).run()
 
-    if placement.accumulation > 1:
-        begin = of(Round(False, deferring)) if deferring else ()
-        plan = Plan(placement, pools, of(Round(True, now=now)), of(Round(False)), begin)
-    else:
-        wary = of(Round(True, trained)) if placement.speculates else ()
-        plan = Plan(placement, pools, of(Round(True, deferring, now)), wary_ops=wary)
-    due = trained if placement.speculates else deferring
-    if not due:
-        return plan
-    return replace(plan, flush_ops=Lowering(model, placement, names, pools, Round(False, due)).flush())
+class _Lists:
+    """Which rounds a placement is made of."""
+
+    def __init__(self, model: ModelProfile, placement: Placement) -> None:
+        self._model = model
+        self._placement = placement
+        self._names = SlabNames(model, placement)
+        self._pools = self._names.all()
+        self._trained = frozenset(index for index, unit in enumerate(model.units) if unit.num_trainable)
+        self._deferring = frozenset(unit for unit in self._trained if placement.units[unit].defers)
+
+    def step(self) -> Plan:
+        now = self._trained - self._deferring if self._placement.update == "overlap" else frozenset()
+        if self._placement.accumulation == 1:
+            return Plan(self._placement, self._pools, self._round(Round(True, self._deferring, now)).run())
+        end, more = self._round(Round(True, now=now)).run(), self._round(Round(False)).run()
+        begin = self._round(Round(False, self._deferring)).run() if self._deferring else ()
+        return Plan(self._placement, self._pools, end, more, begin)
+
+    def all(self) -> Plan:
+        speculates = self._placement.speculates
+        due = self._trained if speculates else self._deferring
+        return replace(
+            self.step(),
+            wary_ops=self._round(Round(True, self._trained)).run() if speculates else (),
+            flush_ops=self._round(Round(False, due)).flush() if due else (),
+        )
+
+    def _round(self, round_: Round) -> Lowering:
+        return Lowering(self._model, self._placement, self._names, self._pools, round_)

@@ -59,15 +59,16 @@ class SlabNames:
 
     def all(self) -> tuple[Pool, ...]:
         """Every pool this placement uses, with as many slabs as its lanes can keep busy."""
-        pools: dict[str, Pool] = {}
+        tiers: dict[str, str] = {}
+        sizes: dict[str, int] = {}
+        counts: dict[str, int] = {}
 
-        def need(name: str, tier: str, slab_bytes: int, most: int, each: bool = False) -> None:
-            known = pools.get(name)
-            count = 1 if known is None else known.count + 1
-            count = count if each else min(count, most)
-            pools[name] = Pool(name, tier, max(slab_bytes, known.slab_bytes if known else 0), count)
+        def need(name: str, tier: str, slab_bytes: int, most: int, times: int = 1) -> None:
+            tiers[name] = tier
+            sizes[name] = max(sizes.get(name, 0), slab_bytes)
+            counts[name] = min(counts.get(name, 0) + times, most)
 
-        plan = self._placement
+        plan, every = self._placement, len(self._model.calls)
         grad_slots = self._grad_slots_needed()
         for index, unit in enumerate(self._model.units):
             where = plan.units[index]
@@ -85,13 +86,12 @@ class SlabNames:
             if trained and "disk" in (where.states, where.weights, where.grads):
                 elements = min(plan.subgroup, unit.num_trainable)
                 slab = state_slab_bytes(elements, self._model.update_bytes)
-                for _ in range(-(-unit.num_trainable // plan.subgroup)):
-                    need("state", "host", slab, plan.state_slabs)
+                need("state", "host", slab, plan.state_slabs, -(-unit.num_trainable // plan.subgroup))
         for index, call in enumerate(self._model.calls):
             if plan.acts[index] != "device" and call.act_bytes:
-                need(self.act(index), "host", call.act_bytes, 3, each=plan.acts[index] == "host")
+                need(self.act(index), "host", call.act_bytes, every if plan.acts[index] == "host" else 3)
                 need(self.act_slot(index), "device", call.act_bytes, 2)
-        return tuple(pools.values())
+        return tuple(Pool(name, tiers[name], sizes[name], counts[name]) for name in tiers)
 
     def _grad_slots_needed(self) -> int:
         """Two, so that a download overlaps the next backward, and one for every unit whose calls lie apart."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from spillway.plan.check import check
-from spillway.plan.lower import lower
+from spillway.plan.lower import lower, lower_step
 from spillway.plan.memory import peaks
 from spillway.plan.pools import SlabNames
 from spillway.plan.simulate import step_seconds
@@ -58,19 +58,20 @@ class _Candidate:
     peaks: TierPeaks
 
 
-def extents_of_unit(placement: Placement, unit: int, keep: KeepPoints) -> int:
-    """Copies of a unit on disk. Those of the saved points that are kept and the one being written, where each step is a
-    saved point. Where states also rest in host memory, saved points lie further apart and the step goes on writing
+def extents_of_units(placement: Placement, keep: KeepPoints) -> tuple[int, ...]:
+    """Copies of each unit on disk. Those of the saved points that are kept and the one being written, where each step
+    is a saved point. Where states also rest in host memory, saved points lie further apart and the step goes on writing
     beside the one that the next saved point will name: one more. A unit that is not trained never changes."""
     anything_on_disk = any("disk" in (where.weights, where.states) for where in placement.units)
     all_on_disk = all(where.states in ("disk", "none") for where in placement.units)
-    if placement.units[unit].states == "none":
-        return 1 if anything_on_disk or keep.of_memory else 0
     if all_on_disk:
-        return keep.last + 1
-    if anything_on_disk:
-        return keep.last + 2
-    return keep.last + 1 if keep.of_memory else 0
+        trained = keep.last + 1
+    elif anything_on_disk:
+        trained = keep.last + 2
+    else:
+        trained = keep.last + 1 if keep.of_memory else 0
+    frozen = 1 if anything_on_disk or keep.of_memory else 0
+    return tuple(frozen if where.states == "none" else trained for where in placement.units)
 
 
 def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> Plan:
@@ -84,16 +85,17 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
         # Nothing is known yet of what activations take: half of what is left stays theirs.
         planner = _Planner(model, hardware, _half_of(budget), request)
     best = planner.fill(planner.deepest())
-    notes = _notes(best, request)
-    plans = [_predicted(candidate, model, hardware, notes) for candidate in planner.variants(best)]
-    return min(plans, key=lambda plan: plan.step_seconds)
-
-
-def _predicted(candidate: _Candidate, model: ModelProfile, hardware: HardwareSpec, notes: tuple[str, ...]) -> Plan:
-    plan = replace(lower(model, candidate.placement), peaks=candidate.peaks, notes=notes)
+    best, seconds, bottleneck = min(
+        (
+            (variant, *step_seconds(lower_step(model, variant.placement), hardware))
+            for variant in planner.variants(best)
+        ),
+        key=lambda found: found[1],
+    )
+    plan = lower(model, best.placement)
     check(plan)
-    seconds, bottleneck = step_seconds(plan, hardware)
-    return replace(plan, step_seconds=seconds, bottleneck=bottleneck)
+    notes = _notes(best, request)
+    return replace(plan, peaks=best.peaks, notes=notes, step_seconds=seconds, bottleneck=bottleneck)
 
 
 def _half_of(budget: Budget) -> Budget:
@@ -241,10 +243,8 @@ class _Planner:
                 ),
             )
         pools = SlabNames(self._model, placement).all()
-        extents = tuple(
-            extents_of_unit(placement, unit, self._request.keep) if self._request.has_store else 0
-            for unit in range(len(self._model.units))
-        )
+        stored = self._request.has_store
+        extents = extents_of_units(placement, self._request.keep) if stored else (0,) * len(placement.units)
         process = self._budget.process_bytes
         tiers = peaks(self._model, placement, pools, process, self._device_is_host, extents)
         return _Candidate(placement, pools, tiers)

@@ -8,7 +8,7 @@ import torch
 from spillway import native
 from spillway.plan.memory import grads_at_home
 from spillway.plan.pools import SlabNames
-from spillway.plan.search import extents_of_unit
+from spillway.plan.search import extents_of_units
 from spillway.spec.errors import DiskError, invariant
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
@@ -203,7 +203,7 @@ class PlacedStore:
         fresh = not self._saved
         for index, layout in enumerate(self._layouts):
             extents = list(dict.fromkeys(Extent(record.offset, record.num_bytes) for record in kept[index]))
-            copies = extents_of_unit(plan.placement, index, self._keep) if disk else 0
+            copies = extents_of_units(plan.placement, self._keep)[index] if disk else 0
             while len(extents) < copies:
                 extents.append(space.allocate(layout.extent_bytes))
             homes.append(self._make_home(plan, profile, index, tuple(extents)))
