@@ -21,6 +21,7 @@ from spillway.api import Prepared, as_dtype, close, load, persistent_buffers, pr
 from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.data import Batches, DataPosition, Encoded, encode_files
+from spillway.hardware.drives import endurance_of
 from spillway.hardware.watch import MemoryWatch
 from spillway.integrations.huggingface import CAUSAL_LM, find_directory, max_positions
 from spillway.integrations.schedules import make_schedule
@@ -52,6 +53,7 @@ class _Progress:
     position: DataPosition = field(default_factory=DataPosition)
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    wary_steps: int = 0  # by the plan's `wary_ops`, since this start of the run
     tokens: int = 0
     written_before: dict[str, int] = field(default_factory=dict)  # bytes to each drive before this start of the run
     last: dict[str, Any] | None = None  # what the saved point that is gone on from knows of its step
@@ -359,6 +361,7 @@ class _Run:
         progress.step += 1
         seconds = time.perf_counter() - start
         progress.seconds.append(seconds)
+        progress.wary_steps += self._optimizer.last_result.wary
         tokens = batch["input_ids"].numel()
         progress.tokens += tokens
         self._record(metrics, watch, position, value, learning_rate, batch, trained, seconds)
@@ -456,7 +459,8 @@ class _Run:
         result = self._optimizer.last_result
         if result is not None:
             names = [unit.name for unit in parts.session.units]
-            predicted = simulate(self._plan.ops, self._plan.pools, parts.planner.hardware)
+            ops = self._plan.wary_ops if result.wary else self._plan.ops
+            predicted = simulate(ops, self._plan.pools, parts.planner.hardware)
             traces = {"measured (last step)": result.traces[-1], "predicted": predicted}
             write_chrome_trace(self._directory / "trace.json", traces, names)
         self._reporter.say(f"writing the model to {self._output}")
@@ -474,12 +478,13 @@ class _Run:
             losses[0],
             losses[-1],
             progress.tokens / sum(progress.seconds) if progress.seconds else 0.0,
-            self._plan.step_seconds,
+            self._plan.predicted_seconds(wary=2 * progress.wary_steps > len(progress.seconds)),
             statistics.median(later),
             self._plan.peaks,
             peaks,
             parts.budget,
             self._written(),
+            {str(path): warranted for path in self._stores if (warranted := endurance_of(path))},
             str(self._output),
             self._state_bytes(),
         )

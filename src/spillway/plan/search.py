@@ -9,7 +9,7 @@ from spillway.plan.check import check
 from spillway.plan.lower import lower, lower_step
 from spillway.plan.memory import peaks
 from spillway.plan.pools import SlabNames
-from spillway.plan.simulate import step_seconds
+from spillway.plan.simulate import simulate, step_seconds
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
@@ -95,7 +95,9 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
     plan = lower(model, best.placement)
     check(plan)
     notes = _notes(best, request)
-    return replace(plan, peaks=best.peaks, notes=notes, step_seconds=seconds, bottleneck=bottleneck)
+    wary = simulate(plan.wary_ops, plan.pools, hardware).seconds
+    plan = replace(plan, step_seconds=seconds, wary_step_seconds=wary, bottleneck=bottleneck)
+    return replace(plan, peaks=best.peaks, notes=notes)
 
 
 def _half_of(budget: Budget) -> Budget:

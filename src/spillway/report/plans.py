@@ -22,7 +22,9 @@ def print_report(console: Console, report: PlanReport) -> None:
     for part, tiers in report.placement.items():
         table.add_row(part, ", ".join(f"{count} units on {tier}" for tier, count in tiers.items()))
     table.add_row("update", report.update)
-    table.add_row("step", f"{format_seconds(report.step_seconds)} for {report.tokens:,} tokens")
+    clipped = report.clipped_step_seconds
+    slower = f", {format_seconds(clipped)} where gradients are clipped" if clipped else ""
+    table.add_row("step", f"{format_seconds(report.step_seconds)} for {report.tokens:,} tokens{slower}")
     table.add_row("tokens per second", f"{report.tokens_per_s:,.0f}")
     share = f" ({report.peak_share:.0%} of the device's peak)" if report.peak_share else ""
     table.add_row("model FLOP/s", f"{report.model_flops_per_s / 1e12:.1f} TFLOP/s{share}")

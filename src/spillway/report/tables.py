@@ -24,6 +24,7 @@ class RunSummary:
     measured_peaks: dict[str, int]
     budget: Budget
     written_bytes: dict[str, int]  # to each drive
+    endurance_bytes: dict[str, float]  # what its maker warrants, where that is known
     output: str
     state_bytes: int
 
@@ -48,7 +49,7 @@ def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_
         f"disk {format_size(plan.peaks.disk)} of {format_size(budget.disk_bytes)}"
     )
     console.print(
-        f"update {plan.placement.update} · predicted {format_seconds(plan.step_seconds)} a step, "
+        f"update {plan.placement.update} · predicted {format_seconds(plan.step_seconds)} a step{_when_clipped(plan)}, "
         f"busiest lane: {plan.bottleneck}"
     )
     a_step = plan.bytes_written
@@ -81,9 +82,15 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     table.add_row("tokens per second", "", f"{summary.tokens_per_s:,.0f}", "")
     for path, written in summary.written_bytes.items():
         name = "written to disk" if len(summary.written_bytes) == 1 else f"written to {path}"
-        table.add_row(name, "", format_size(written), "")
+        warranted = summary.endurance_bytes.get(path)
+        share = f", {100 * written / warranted:.2g}% of its rated endurance" if warranted else ""
+        table.add_row(name, "", f"{format_size(written)}{share}", "")
     console.print(table)
     console.print(f"{summary.steps} steps done; the model is in {summary.output}")
+
+
+def _when_clipped(plan: Plan) -> str:
+    return f" ({format_seconds(plan.wary_step_seconds)} where gradients are clipped)" if plan.wary_ops else ""
 
 
 def _any(units: object, part: str, tier: str) -> bool:

@@ -61,6 +61,7 @@ class StepResult:
     """What one optimizer step did."""
 
     grad_norm: float
+    wary: bool  # by the plan's `wary_ops`
     traces: list[Trace] = field(default_factory=list)
 
 
@@ -586,11 +587,12 @@ class Session:
             self._note_rest()
             raise
         self._note_rest()
+        wary = worker.step.own.sweeping
         self._note_due(worker.step)
         self._backwards = 0
         for home in self.store.homes.units:
             home.has_grad = False
-        self.result = StepResult(worker.step.grad_norm(), self._traces)
+        self.result = StepResult(worker.step.grad_norm(), wary, self._traces)
         self._traces = []
         return self.result
 

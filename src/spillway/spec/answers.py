@@ -27,6 +27,7 @@ class PlanReport:
     budget: Budget
     peaks: TierPeaks
     step_seconds: float = 0.0
+    clipped_step_seconds: float = 0.0  # of one whose gradients are clipped; 0 where it takes no longer
     tokens_per_s: float = 0.0
     model_flops_per_s: float = 0.0
     peak_share: float = 0.0  # of what the device's maker promises

@@ -132,6 +132,7 @@ class Plan:
     flush_ops: tuple[Op, ...] = ()
     peaks: TierPeaks = TierPeaks(0, 0, 0)
     step_seconds: float = 0.0
+    wary_step_seconds: float = 0.0  # of a step by `wary_ops`, where there are any
     bottleneck: str = ""
     notes: tuple[str, ...] = ()
 
@@ -145,6 +146,10 @@ class Plan:
         if index == self.placement.accumulation - 1:
             return self.ops
         return self.begin_ops if index == 0 and self.begin_ops else self.accumulate_ops
+
+    def predicted_seconds(self, wary: bool) -> float:
+        """Of an optimizer step, by `wary_ops` or not."""
+        return self.wary_step_seconds if wary and self.wary_ops else self.step_seconds
 
     @property
     def bytes_written(self) -> float:
