@@ -4,10 +4,11 @@
                                [--directory DIR] [--json FILE] [--markdown FILE] [--check]
 
 On a machine without a GPU: DeepSpeed ZeRO-3 on its CPU accelerator (Infinity: parameters and optimizer on NVMe;
-Offload: in host memory), plain PyTorch in memory, and ours with everything on disk or in host memory. A 128M-parameter
-Llama, rows of 256 tokens, bfloat16 with fp32 masters, clipping at 1. `--deepspeed` is the interpreter of an environment
-with deepspeed, ninja, transformers and libaio. The drive is throttled through cgroup v1 where that can be written. A
-system that fails is shown as failed.
+Offload: in host memory), plain PyTorch in memory, and ours with everything on disk, with everything in host memory, and
+with whatever our planner makes of the memory that ZeRO-Infinity took. A 128M-parameter Llama, rows of 256 tokens,
+bfloat16 with fp32 masters, clipping at 1. `--deepspeed` is the interpreter of an environment with deepspeed, ninja,
+transformers and libaio. The drive is throttled through cgroup v1 where that can be written. A system that fails is shown
+as failed.
 """
 
 import argparse
@@ -30,7 +31,8 @@ DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
 BLKIO = Path("/sys/fs/cgroup/blkio")
 LENGTH = 256
 PARAMS = 128_049_152
-STORE = "STORE"  # stands for a directory of each run's own
+STORE, MEMORY = "STORE", "MEMORY"  # stand for a directory of each run's own, and for the bytes ZeRO-Infinity took
+SAME_MEMORY = "spillway, in the memory of ZeRO-Infinity"
 # Ours over theirs, and by how much: with the drive throttled, and at full speed.
 TARGETS = (
     ("spillway, disk", "ZeRO-Infinity", 2.5, 1.5),
@@ -61,19 +63,20 @@ def commands(model: Path, store: str, rows: int, steps: int, deepspeed: str | No
     """The command line of each system."""
     shape = [str(rows), str(LENGTH), str(steps)]
 
-    def ours(place: str, moments: str) -> list[str]:
-        return [sys.executable, str(HERE / "spillway_worker.py"), str(model), store, *shape, place, moments]
+    def ours(place: str, moments: str, memory: str = "") -> list[str]:
+        return [sys.executable, str(HERE / "spillway_worker.py"), str(model), store, *shape, place, moments, memory]
 
-    found = {
+    found = {}
+    if deepspeed is not None:
+        for name, place in (("ZeRO-Infinity", "nvme"), ("ZeRO-Offload", "cpu")):
+            found[name] = [deepspeed, str(HERE / "deepspeed_worker.py"), str(model), store, *shape, place]
+        found[SAME_MEMORY] = ours("auto", "float32", MEMORY)
+    return found | {
         "spillway, disk": ours("disk", "float32"),
         "spillway 8-bit, disk": ours("disk", "8bit"),
         "spillway, memory": ours("host", "float32"),
         "plain PyTorch": [sys.executable, str(HERE / "plain_worker.py"), str(model), *shape],
     }
-    if deepspeed is not None:
-        for name, place in (("ZeRO-Infinity", "nvme"), ("ZeRO-Offload", "cpu")):
-            found[name] = [deepspeed, str(HERE / "deepspeed_worker.py"), str(model), store, *shape, place]
-    return found
 
 
 def uses_disk(system: str) -> bool:
@@ -152,8 +155,12 @@ def case(directory: Path, model: Path, rows: int, throttle: int, given: argparse
         for system, command in commands(model, STORE, rows, given.steps, given.deepspeed).items():
             if (throttle and not uses_disk(system)) or system in failures:
                 continue
+            taken = max((row["peak"] for row in steps.get("ZeRO-Infinity", [])), default=0)
+            if MEMORY in command and not taken:
+                continue  # it failed
             with tempfile.TemporaryDirectory(dir=directory) as store:
-                found = measure([store if part == STORE else part for part in command], enter)
+                meant = {STORE: store, MEMORY: str(int(taken))}
+                found = measure([meant.get(part, part) for part in command], enter)
             if isinstance(found, str):
                 failures[system] = found
             else:
