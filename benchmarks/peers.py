@@ -7,8 +7,8 @@ On a machine without a GPU: DeepSpeed ZeRO-3 on its CPU accelerator (Infinity: p
 Offload: in host memory), plain PyTorch in memory, and ours with everything on disk, with everything in host memory, and
 with whatever our planner makes of the memory that ZeRO-Infinity took. A 128M-parameter Llama, rows of 256 tokens,
 bfloat16 with fp32 masters, clipping at 1. `--deepspeed` is the interpreter of an environment with deepspeed, ninja,
-transformers and libaio. The drive is throttled through cgroup v1 where that can be written. A system that fails is shown
-as failed.
+transformers and libaio. The drive is throttled through cgroup v1 where that can be written. A system that fails is
+shown as failed.
 """
 
 import argparse
