@@ -104,6 +104,7 @@ def prepare(
     micro_batch: int | None = None,
     gradient_accumulation_steps: int = 1,
     update: str = "auto",
+    activations: str = "auto",
     weights: str = "auto",
     states: str = "auto",
     example: Mapping[str, Any] | None = None,
@@ -115,11 +116,11 @@ def prepare(
     `model`: from `load`, or any nn.Module in memory (its parameters then move into the store). `store`: one or more
     directories on fast drives; without any, everything rests in host memory. Memory sizes as people write them
     ("24GB"); by default what is free. `micro_batch`: rows computed at a time inside each unit. `update`: "auto",
-    "serial", "overlap" or "deferred". `weights`, `states`: "auto", "device", "host" or "disk". `example`: keyword
-    arguments of the longest batch to come; with it everything is planned and checked now, otherwise at the first
-    forward. `resume`: go on from the last saved point in `store`, or in the directory given; budgets, device and drives
-    may differ from those of the run that saved it. `keep`: how many saved points stay, and whether they are also made
-    where states rest in memory.
+    "serial", "overlap" or "deferred". `activations`: "auto", "recompute" or "keep" (where it fits). `weights`,
+    `states`: "auto", "device", "host" or "disk". `example`: keyword arguments of the longest batch to come; with it
+    everything is planned and checked now, otherwise at the first forward. `resume`: go on from the last saved point in
+    `store`, or in the directory given; budgets, device and drives may differ from those of the run that saved it.
+    `keep`: how many saved points stay, and whether they are also made where states rest in memory.
 
     Returns the same model, and the optimizer. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
     """
@@ -137,7 +138,7 @@ def prepare(
     budget = make_budget(compute, geometry, device_memory, host_memory, disk_memory, _host_bytes(in_memory))
     layouts, clip = [unit.layout for unit in units], settings.max_grad_norm is not None
     placed = PlacedStore(layouts, geometry, budget, compute.allocate, compute.pin, points.found, keep)
-    request = PlanRequest(update, weights, states, clip, gradient_accumulation_steps, bool(paths), keep)
+    request = PlanRequest(update, weights, states, clip, gradient_accumulation_steps, bool(paths), keep, activations)
     planner = Planner(compute, units, paths, budget, request, form)
     threads = psutil.cpu_count(logical=True) or 1
     session = Session(model, units, compute, planner, placed, gradient_accumulation_steps, micro_batch, threads)

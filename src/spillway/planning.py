@@ -106,6 +106,7 @@ class Question:
             1,
             machine.disk_bytes > 0,
             KeepPoints(options.save_total_limit, True),
+            options.activations,
         )
         return make_plan(profile, machine.hardware, self.budget(machine), request)
 

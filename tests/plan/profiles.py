@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import CallProfile, ModelProfile, UnitProfile
+from spillway.spec.plan import ACTIVATIONS
 
 PAGE = 4096
 MACHINE = HardwareSpec("cuda", 1e14, 2e10, 2e10, 6e9, 5e9, 2e9, 2e10)
@@ -75,4 +76,5 @@ def requests(draw: st.DrawFn) -> dict[str, object]:
         "states": states,
         "clip": clip,
         "accumulation": accumulation,
+        "activations": draw(st.sampled_from(ACTIVATIONS)),
     }

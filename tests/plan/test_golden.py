@@ -15,14 +15,33 @@ from spillway.spec.plan import Op
 
 FOLDER = Path(__file__).parent / "golden"
 TIGHT = Budget(10**8, 10**8, 10**12, 10**7)
+
+
+def clipped(update: str, weights: str) -> PlanRequest:
+    return PlanRequest(update, weights, "disk", clip=True, activations="recompute")
+
+
 CASES = {
-    "overlap-disk": (profiles.chain(3), TIGHT, PlanRequest("overlap", "disk", "disk")),
-    "serial-clip-disk": (profiles.chain(3), TIGHT, PlanRequest("serial", "disk", "disk", clip=True)),
-    "overlap-host-tied": (profiles.chain(3, tied=True), profiles.PLENTY, PlanRequest("overlap", "host", "host")),
-    "accumulate-disk": (profiles.chain(2), TIGHT, PlanRequest("overlap", "disk", "disk", accumulation=2)),
-    "deferred-clip-disk": (profiles.chain(3), TIGHT, PlanRequest("deferred", "disk", "disk", clip=True)),
-    "overlap-clip-mixed": (profiles.chain(3), TIGHT, PlanRequest("overlap", "host", "disk", clip=True)),
-    "deferred-accumulate": (profiles.chain(2), TIGHT, PlanRequest("deferred", "disk", "disk", accumulation=2)),
+    "overlap-disk": (profiles.chain(3), TIGHT, PlanRequest("overlap", "disk", "disk", activations="recompute")),
+    "serial-clip-disk": (profiles.chain(3), TIGHT, clipped("serial", "disk")),
+    "deferred-clip-disk": (profiles.chain(3), TIGHT, clipped("deferred", "disk")),
+    "overlap-clip-mixed": (profiles.chain(3), TIGHT, clipped("overlap", "host")),
+    "overlap-host-tied": (
+        profiles.chain(3, tied=True),
+        profiles.PLENTY,
+        PlanRequest("overlap", "host", "host", activations="recompute"),
+    ),
+    "accumulate-disk": (
+        profiles.chain(2),
+        TIGHT,
+        PlanRequest("overlap", "disk", "disk", accumulation=2, activations="recompute"),
+    ),
+    "deferred-accumulate": (
+        profiles.chain(2),
+        TIGHT,
+        PlanRequest("deferred", "disk", "disk", accumulation=2, activations="recompute"),
+    ),
+    "overlap-disk-kept": (profiles.chain(3), TIGHT, PlanRequest("overlap", "disk", "disk", activations="keep")),
 }
 
 

@@ -45,6 +45,7 @@ MORE = {
     "packing": "Several samples to a row, each by itself.",
     "dtype": "bfloat16 (with fp32 masters) or float32.",
     "update": "auto, serial, overlap or deferred: when weights are updated.",
+    "activations": "auto, recompute or keep: what forward computes is dropped, or kept for backward where it fits.",
     "weights": "auto, device, host or disk: where weights rest.",
     "states": "auto, device, host or disk: where optimizer states rest.",
     "max_writes": "Stop, saved, when this run has written so much to a drive, e.g. 50TB.",

@@ -12,7 +12,7 @@ from spillway.plan.pools import SlabNames
 from spillway.plan.updates import Round, Updates
 from spillway.spec.errors import invariant
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Op, Placement, Plan, Pool
+from spillway.spec.plan import KEPT, Op, Placement, Plan, Pool, moves_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class Lowering:
     # Activations #
 
     def _moves_act(self, call: int) -> bool:
-        return self._plan.acts[call] != "device" and self._model.calls[call].act_bytes > 0
+        return moves_input(self._plan.acts[call]) and self._model.calls[call].act_bytes > 0
 
     def _earlier_store(self) -> int | None:
         """The last download but one: no more than two inputs wait on the device to be taken away."""
@@ -307,13 +307,14 @@ class Lowering:
         act = self._act_uploaded.get(use.call)
         if act is not None:
             give = (*give, f"as{use.call}")
-        # Recomputation and the two products of backward: three times the forward.
+        # The two products of backward and, unless all was kept, the forward again.
+        flops = (2 if self._plan.acts[use.call] == KEPT else 3) * call.flops
         self._backward[use.call] = self._build.add(
             "BACKWARD",
             "compute",
             use.unit,
             "none",
-            3 * call.flops,
+            flops,
             [upload, act, self._forward[use.call]],
             take,
             give,

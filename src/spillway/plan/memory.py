@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Placement, Pool, TierPeaks
+from spillway.spec.plan import KEPT, Placement, Pool, TierPeaks, moves_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,11 @@ def peaks(
     kept on disk (0 without a store), per unit."""
     of_units = [residents(model, placement, unit) for unit in range(len(model.units))]
     device = sum(part.device for part in of_units) + working_bytes(model) + model.boundary_bytes
-    device += sum(call.act_bytes for call, tier in zip(model.calls, placement.acts, strict=True) if tier == "device")
+    acts = list(zip(model.calls, placement.acts, strict=True))
+    device += sum(call.act_bytes for call, tier in acts if not moves_input(tier))
+    device += sum(call.saved_bytes for call, tier in acts if tier == KEPT)
     # Two inputs may be on their way to host memory.
-    moving = [call.act_bytes for call, tier in zip(model.calls, placement.acts, strict=True) if tier != "device"]
+    moving = [call.act_bytes for call, tier in acts if moves_input(tier)]
     device += 2 * max(moving, default=0)
     device += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "device")
     host = process_bytes + sum(part.host for part in of_units)
@@ -68,5 +70,5 @@ def peaks(
     disk += sum(
         unit.grad_bytes for unit, where in zip(model.units, placement.units, strict=True) if where.grads == "disk"
     )
-    disk += sum(call.act_bytes for call, tier in zip(model.calls, placement.acts, strict=True) if tier == "disk")
+    disk += sum(call.act_bytes for call, tier in acts if tier == "disk")
     return TierPeaks(device, host + (device if device_is_host else 0), disk)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Placement, Pool
+from spillway.spec.plan import Placement, Pool, moves_input
 
 ELEMENT_ALIGNMENT = 4096  # subgroups start at whole pages in every component, 16-bit ones included
 
@@ -88,7 +88,7 @@ class SlabNames:
                 slab = state_slab_bytes(elements, self._model.update_bytes)
                 need("state", "host", slab, plan.state_slabs, -(-unit.num_trainable // plan.subgroup))
         for index, call in enumerate(self._model.calls):
-            if plan.acts[index] != "device" and call.act_bytes:
+            if moves_input(plan.acts[index]) and call.act_bytes:
                 need(self.act(index), "host", call.act_bytes, every if plan.acts[index] == "host" else 3)
                 need(self.act_slot(index), "device", call.act_bytes, 2)
         return tuple(Pool(name, tiers[name], sizes[name], counts[name]) for name in tiers)

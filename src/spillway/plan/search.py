@@ -1,7 +1,7 @@
 """The simple planner: the deepest pipeline that fits with everything on disk, then host memory filled with what saves
 most traffic per byte."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -14,6 +14,8 @@ from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import (
+    ACTIVATIONS,
+    KEPT,
     LAST_POINT,
     TIERS,
     UPDATE_MODES,
@@ -48,6 +50,7 @@ class PlanRequest:
     accumulation: int = 1
     has_store: bool = True
     keep: KeepPoints = LAST_POINT
+    activations: str = "auto"  # one of ACTIVATIONS
     fixed: Placement | None = None  # units already rest where it says: only the step is planned
 
 
@@ -84,20 +87,22 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
     if not model.calls:
         # Nothing is known yet of what activations take: half of what is left stays theirs.
         planner = _Planner(model, hardware, _half_of(budget), request)
-    best = planner.fill(planner.deepest())
-    best, seconds, bottleneck = min(
-        (
-            (variant, *step_seconds(lower_step(model, variant.placement), hardware))
-            for variant in planner.variants(best)
-        ),
-        key=lambda found: found[1],
-    )
+    best, *_ = _fastest(model, hardware, planner.fillings(planner.deepest()))
+    best, seconds, bottleneck = _fastest(model, hardware, planner.variants(best))
     plan = lower(model, best.placement)
     check(plan)
     notes = _notes(best, request)
     wary = simulate(plan.wary_ops, plan.pools, hardware).seconds
     plan = replace(plan, step_seconds=seconds, wary_step_seconds=wary, bottleneck=bottleneck)
     return replace(plan, peaks=best.peaks, notes=notes)
+
+
+def _fastest(
+    model: ModelProfile, hardware: HardwareSpec, candidates: "Iterable[_Candidate]"
+) -> tuple["_Candidate", float, str]:
+    """The one with the shortest step, its seconds and its bottleneck."""
+    timed = ((found, *step_seconds(lower_step(model, found.placement), hardware)) for found in candidates)
+    return min(timed, key=lambda found: found[1])
 
 
 def _half_of(budget: Budget) -> Budget:
@@ -133,6 +138,8 @@ class _Planner:
             if tier == "disk" and not request.has_store:
                 raise UsageError(f"{name}='disk' needs a store: give the path of a directory on a fast drive")
 
+        if request.activations not in ACTIVATIONS:
+            raise UsageError(f"activations='{request.activations}' is not one of {', '.join(ACTIVATIONS)}")
         if request.states == "device" and request.weights not in ("auto", "device"):
             raise UsageError(f"states='device' needs the weights there too, not weights='{request.weights}'")
 
@@ -148,7 +155,23 @@ class _Planner:
             raise UsageError("there is no pipeline depth to try")
         raise PlanInfeasible(self._shortage(smallest), smallest.peaks)
 
-    def fill(self, candidate: _Candidate) -> _Candidate:
+    def fillings(self, lowest: _Candidate) -> Iterator[_Candidate]:
+        """Memory filled with weights and states, and what is left with activations that need not be recomputed; and the
+        other way round."""
+        filled = self._fill(lowest)
+        if self._request.activations == "recompute" or self._request.fixed is not None:
+            yield filled if self._request.activations == "recompute" else self._keep(filled)
+            return
+        if self._request.activations == "auto":
+            yield self._keep(filled)
+        yield self._fill(self._keep(lowest))
+
+    def _keep(self, candidate: _Candidate) -> _Candidate:
+        """Keep what autograd saves where it fits; the last calls first, whose backward comes first."""
+        calls = [index for index, call in enumerate(self._model.calls) if call.kind == "FORWARD"]
+        return self._take(candidate, [_Upgrade("acts", call, KEPT) for call in reversed(calls)])
+
+    def _fill(self, candidate: _Candidate) -> _Candidate:
         """Move what saves most traffic per byte into memory while it fits."""
         for (part, _), group in groupby(self._upgrades(candidate.placement), key=lambda step: (step.part, step.tier)):
             filled = self._take(candidate, list(group))
@@ -209,7 +232,8 @@ class _Planner:
         """In order of traffic saved per byte: inputs of units (written and read once per step; the last calls first,
         for they come back first), gradients that wait for the norm, weights (read twice), then states."""
         for call in reversed(range(len(start.acts))):
-            yield _Upgrade("acts", call, "host")
+            if start.acts[call] != KEPT:
+                yield _Upgrade("acts", call, "host")
         if self._request.fixed is not None:
             return
         for unit, where in enumerate(start.units):

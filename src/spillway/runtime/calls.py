@@ -112,23 +112,72 @@ def _never(nothing: None) -> torch.Tensor:
     raise AssertionError("the forward of a unit kept something for a backward that is recomputed")
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor in a slot: all that is kept of a weight, for the slot serves other units before backward."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[Any, ...]
+    byte_offset: Any
+
+
+class Graph:
+    """What autograd recorded of a call, micro-batch by micro-batch; weights excepted, which backward brings again."""
+
+    def __init__(self, slot: torch.Tensor, leaves: dict[str, torch.Tensor]) -> None:
+        """`leaves`: the parameters of the forward, whose gradients are summed where their `grad` points."""
+        self.leaves = leaves
+        self.inputs: list[list[torch.Tensor]] = []
+        self.outputs: list[list[torch.Tensor]] = []
+        self.slot: torch.Tensor | None = None  # in backward
+        self._address = slot.untyped_storage().data_ptr()
+        self._start = slot.storage_offset()
+
+    def pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Place":
+        """What autograd keeps of a tensor."""
+        if tensor.untyped_storage().data_ptr() != self._address:
+            return tensor.detach()
+        offset = tensor.storage_offset() * tensor.itemsize - self._start
+        return _Place(tensor.dtype, tensor.shape, tensor.stride(), offset)
+
+    def unpack(self, kept: "torch.Tensor | _Place") -> torch.Tensor:
+        """The tensor again."""
+        if isinstance(kept, torch.Tensor):
+            return kept
+        if self.slot is None:
+            raise AssertionError("a weight is wanted while its unit is not in a slot")
+        offset = (self.slot.storage_offset() + kept.byte_offset) // kept.dtype.itemsize
+        empty = torch.empty(0, dtype=kept.dtype, device=self.slot.device)
+        return empty.set_(self.slot.untyped_storage(), offset, kept.shape, kept.stride)
+
+
 def run_forward(
-    call: FlatCall, shape: CallShape, tensors: list[torch.Tensor], device: torch.device, slot: torch.Tensor
+    call: FlatCall,
+    shape: CallShape,
+    tensors: list[torch.Tensor],
+    device: torch.device,
+    slot: torch.Tensor,
+    graph: Graph | None,
 ) -> tuple[list[Any], TreeSpec, Replay]:
     """The call's result, flattened and detached, with gradients enabled inside so that the same kernels run as in
-    backward (attention picks its own by whether a gradient is needed), and nothing kept. `slot`: where the unit's
-    parameters lie; what is a view of it is copied.
+    backward (attention picks its own by whether a gradient is needed), and nothing kept unless `graph` takes it.
+    `slot`: where the unit's parameters lie; what is a view of it is copied.
 
     Raises UsageError where the unit changes an input in place: it could not be computed again.
     """
     rng, parts = [], []
+    pack, unpack = (_drop, _never) if graph is None else (graph.pack, graph.unpack)
     versions = [tensor._version for tensor in tensors]
     spec: TreeSpec | None = None
     for piece in pieces(call, shape, tensors):
         rng.append(rng_state(device))
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in piece]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _never):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             outputs, spec = call.run(inputs)
+        if graph is not None:
+            graph.inputs.append(inputs)
+            graph.outputs.append(_own(outputs, inputs))
         parts.append([_settled(output, inputs, slot) for output in outputs])
         del inputs, outputs
     if versions != [tensor._version for tensor in tensors]:
@@ -196,21 +245,65 @@ def run_backward(
             inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(piece, needs_grad, strict=True)]
             with torch.enable_grad(), replay.autocast():
                 outputs, _ = call.run(inputs)
-                own = [out for out in outputs if isinstance(out, torch.Tensor) and all(out is not i for i in inputs)]
-                pairs = [
-                    (out, _grad_piece(grad, out, shape, index))
-                    for out, grad in zip(own, grads, strict=True)
-                    if out.requires_grad and grad is not None
-                ]
-                pairs = [(out, grad) for out, grad in pairs if grad is not None]
-                if pairs:
-                    torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
-            for place, tensor in enumerate(inputs):
-                if tensor.grad is not None:
-                    cut = call.holes[place] in shape.cut_inputs
-                    found[place] = _collect(found[place], tensor.grad, tensors[place], shape, cut, index)
-            del inputs, outputs, own, pairs
+                _differentiate(_own(outputs, inputs), grads, shape, index)
+            _collect_all(found, inputs, tensors, call, shape, index)
+            del inputs, outputs
     return found
+
+
+def run_kept_backward(
+    call: FlatCall,
+    shape: CallShape,
+    tensors: list[torch.Tensor],
+    grads: list[torch.Tensor | None],
+    graph: Graph,
+    slot: torch.Tensor,
+    leaves: dict[str, torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """As `run_backward`, with what the forward kept. `leaves`: the parameters as they are bound now."""
+    found: list[torch.Tensor | None] = [None] * len(tensors)
+    graph.slot = slot
+    for name, leaf in graph.leaves.items():
+        leaf.grad = leaves[name].grad
+    for index in range(shape.chunks):
+        inputs, outputs = graph.inputs[index], graph.outputs[index]
+        graph.inputs[index] = graph.outputs[index] = []
+        _differentiate(outputs, grads, shape, index)
+        _collect_all(found, inputs, tensors, call, shape, index)
+        del inputs, outputs
+    for leaf in graph.leaves.values():
+        leaf.grad = None
+    return found
+
+
+def _own(outputs: list[Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensor outputs that are no input passed through."""
+    return [out for out in outputs if isinstance(out, torch.Tensor) and all(out is not i for i in inputs)]
+
+
+def _differentiate(own: list[torch.Tensor], grads: list[torch.Tensor | None], shape: CallShape, index: int) -> None:
+    pairs = [
+        (out, _grad_piece(grad, out, shape, index))
+        for out, grad in zip(own, grads, strict=True)
+        if out.requires_grad and grad is not None
+    ]
+    pairs = [(out, grad) for out, grad in pairs if grad is not None]
+    if pairs:
+        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+
+
+def _collect_all(
+    found: list[torch.Tensor | None],
+    inputs: list[torch.Tensor],
+    tensors: list[torch.Tensor],
+    call: FlatCall,
+    shape: CallShape,
+    index: int,
+) -> None:
+    for place, tensor in enumerate(inputs):
+        if tensor.grad is not None:
+            cut = call.holes[place] in shape.cut_inputs
+            found[place] = _collect(found[place], tensor.grad, tensors[place], shape, cut, index)
 
 
 def _grad_piece(grad: torch.Tensor | None, output: torch.Tensor, shape: CallShape, index: int) -> torch.Tensor | None:

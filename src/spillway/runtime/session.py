@@ -31,7 +31,7 @@ from spillway.runtime.unit import UnitForward, run_in_step
 from spillway.runtime.window import bind_for_step, leaves, weight_views
 from spillway.spec.errors import UsageError, invariant
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Op, Plan
+from spillway.spec.plan import KEPT, Op, Plan, moves_input
 from spillway.spec.sizes import align
 from spillway.spec.trace import Trace
 from spillway.store.arena import PAGE, SlabPools
@@ -498,18 +498,18 @@ class Session:
         return self._shapes()[index]
 
     @contextmanager
-    def forward_of(self, index: int) -> Iterator[torch.Tensor]:
-        """The unit of a call is in its slot (which is given) and bound; afterwards the slot is free for the next."""
+    def forward_of(self, index: int) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """The unit of a call is in its slot and bound (both are given); afterwards the slot is free for the next."""
         op = self._next_compute(index, backward=False)
         executor, _ = self._parts()
         start = executor.begin_compute(op)
         unit = self.units[op.unit]
-        with self._bound_leaves(unit, op, None) as slot, self._buffers.first_time(unit):
-            yield slot
+        with self._bound_leaves(unit, op, None) as (slot, views), self._buffers.first_time(unit):
+            yield slot, views
         executor.end_compute(op, start)
 
     @contextmanager
-    def backward_of(self, index: int) -> Iterator[None]:
+    def backward_of(self, index: int) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """As `forward_of`, with gradient views; operations of calls autograd did not reach are passed over."""
         executor, worker = self._parts()
         if not self._in_backward:
@@ -521,8 +521,8 @@ class Session:
         if op.target:
             grads = self._open_gradient(op, worker)
         unit = self.units[op.unit]
-        with self._bound_leaves(unit, op, grads), self._buffers.again(unit):
-            yield
+        with self._bound_leaves(unit, op, grads) as (slot, views), self._buffers.again(unit):
+            yield slot, views
         executor.end_compute(op, start)
 
     def _open_gradient(self, op: Op, worker: LaneWorker) -> torch.Tensor:
@@ -540,11 +540,15 @@ class Session:
         worker.step.fresh.add(op.unit)
         return grads
 
+    def keeps_graph(self, index: int) -> bool:
+        """Whether what autograd saves in the forward of a call stays on the device."""
+        return self._plan().placement.acts[index] == KEPT
+
     def keep_inputs(self, index: int, call: FlatCall, tensors: list[torch.Tensor]) -> list[torch.Tensor | StoredInput]:
         """Hand the call's own inputs to the activation store; what is returned stays with autograd."""
         _, worker = self._parts()
         shape = self.shape(index)
-        if self._plan().placement.acts[index] == "device" or not shape.acts:
+        if not moves_input(self._plan().placement.acts[index]) or not shape.acts:
             return [tensor.detach() for tensor in tensors]
         own = [hole in shape.acts for hole in call.holes]
         worker.step.acts[index] = [
@@ -642,13 +646,16 @@ class Session:
             executor.skip_compute(op)
 
     @contextmanager
-    def _bound_leaves(self, unit: Unit, op: Op, grads: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    def _bound_leaves(
+        self, unit: Unit, op: Op, grads: torch.Tensor | None
+    ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         home = self.store.homes.units[op.unit].device_weight
         slot = home if op.source == HOME else self._pools().buffer(op.source)
         invariant(slot is not None, f"{unit.name} is not on the device")
         if slot is not None:
-            with bound(unit, leaves(unit, slot, grads), self._placeholders):
-                yield slot
+            views = leaves(unit, slot, grads)
+            with bound(unit, views, self._placeholders):
+                yield slot, views
 
     def _bind_resident(self) -> None:
         for unit, home in zip(self.units, self.store.homes.units, strict=True):

@@ -7,7 +7,15 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_unflatten
 
-from spillway.runtime.calls import FlatCall, PassedThrough, flatten_call, run_backward, run_forward
+from spillway.runtime.calls import (
+    FlatCall,
+    Graph,
+    PassedThrough,
+    flatten_call,
+    run_backward,
+    run_forward,
+    run_kept_backward,
+)
 
 if TYPE_CHECKING:
     from spillway.runtime.session import Session
@@ -65,24 +73,28 @@ class _UnitFunction(torch.autograd.Function):
             tensor.detach().requires_grad_(need) if need else tensor
             for tensor, need in zip(tensors, needs_grad, strict=True)
         ]
-        with session.forward_of(index) as slot:
-            leaves, box["spec"], replay = run_forward(call, shape, marked, session.device.torch_device, slot)
+        with session.forward_of(index) as (slot, weights):
+            graph = Graph(slot, weights) if session.keeps_graph(index) else None
+            leaves, box["spec"], replay = run_forward(call, shape, marked, session.device.torch_device, slot, graph)
             kept = session.keep_inputs(index, call, list(tensors))
         outputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         box["leaves"] = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))
         ctx.set_materialize_grads(False)
-        ctx.step = (session, session.step_number, index, call, replay, kept, needs_grad)
+        ctx.step = (session, session.step_number, index, call, replay, graph, kept, needs_grad)
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        session, step_number, index, call, replay, kept, needs_grad = ctx.step
+        session, step_number, index, call, replay, graph, kept, needs_grad = ctx.step
         session.check_current(step_number)
         shape, device = session.shape(index), session.device.torch_device
-        with session.backward_of(index):
+        with session.backward_of(index) as (slot, weights):
             tensors = session.bring_inputs(index, kept)
-            found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, device)
+            if graph is not None:
+                found = run_kept_backward(call, shape, tensors, list(grads), graph, slot, weights)
+            else:
+                found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, device)
         ctx.step = None
         return (None, None, None, None, None, *found)

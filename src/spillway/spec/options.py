@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from spillway.spec.errors import UsageError
-from spillway.spec.plan import TIERS, UPDATE_MODES
+from spillway.spec.plan import ACTIVATIONS, TIERS, UPDATE_MODES
 from spillway.spec.sizes import parse_size
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "device": ("auto", "cuda", "cpu"),
     "dtype": ("bfloat16", "float32", "bf16", "fp32"),
     "update": ("auto", *UPDATE_MODES),
+    "activations": ACTIVATIONS,
     "weights": ("auto", *TIERS),
     "states": ("auto", *TIERS),
     "lr_scheduler_type": (
@@ -61,6 +62,7 @@ class TrainOptions:
     packing: bool = True
     dtype: str = "bfloat16"
     update: str = "auto"
+    activations: str = "auto"
     weights: str = "auto"
     states: str = "auto"
     max_writes: str | None = None
@@ -75,6 +77,7 @@ class TrainOptions:
             "disk_memory": self.disk_memory,
             "micro_batch": self.per_device_train_batch_size,
             "update": self.update,
+            "activations": self.activations,
             "weights": self.weights,
             "states": self.states,
         }

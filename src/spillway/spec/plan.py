@@ -18,7 +18,16 @@ KINDS = (
 LANES = ("compute", "upload", "download", "read", "write", "update")
 GROUPS = ("weight", "grad", "state", "act", "none")
 TIERS = ("device", "host", "disk")
+# What becomes of a call's activations: all that autograd saves stays on the device; or only the input is stored, in a
+# tier, and the rest recomputed.
+KEPT = "kept"
+ACTIVATIONS = ("auto", "recompute", "keep")
 UPDATE_MODES = ("serial", "overlap", "deferred")
+
+
+def moves_input(acts: str) -> bool:
+    """Whether a call's input leaves the device between forward and backward."""
+    return acts in ("host", "disk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,7 @@ class Placement:
     """Every free variable of a plan; lowering turns it into operations without further choices."""
 
     units: tuple[UnitPlacement, ...]
-    acts: tuple[str, ...]  # per call: device, host or disk
+    acts: tuple[str, ...]  # per call: KEPT, or the tier of its input
     update: str  # one of UPDATE_MODES
     clip: bool  # the exact global norm is needed before the first update
     accumulation: int  # backward calls per optimizer step
