@@ -6,9 +6,9 @@
 On a machine without a GPU: DeepSpeed ZeRO-3 on its CPU accelerator (Infinity: parameters and optimizer on NVMe;
 Offload: in host memory), plain PyTorch in memory, and ours with everything on disk, with everything in host memory, and
 with whatever our planner makes of the memory that ZeRO-Infinity took. A 128M-parameter Llama, rows of 256 tokens,
-bfloat16 with fp32 masters, clipping at 1. `--deepspeed` is the interpreter of an environment with deepspeed, ninja,
-transformers and libaio. The drive is throttled through cgroup v1 where that can be written. A system that fails is
-shown as failed.
+bfloat16 with fp32 masters, clipping at 1. The others run with recomputation and without. `--deepspeed` is the
+interpreter of an environment with deepspeed, ninja, transformers and libaio. The drive is throttled through cgroup v1
+where that can be written. A system that fails is shown as failed.
 """
 
 import argparse
@@ -23,22 +23,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+from throttle import throttled
 
 from spillway.spec.sizes import format_size, parse_size
 
 HERE = Path(__file__).parent / "peers"
 DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
-BLKIO = Path("/sys/fs/cgroup/blkio")
 LENGTH = 256
 PARAMS = 128_049_152
 STORE, MEMORY = "STORE", "MEMORY"  # stand for a directory of each run's own, and for the bytes ZeRO-Infinity took
+KEEPING = ", keeping activations"
 SAME_MEMORY = "spillway, in the memory of ZeRO-Infinity"
 # Ours over theirs, and by how much: with the drive throttled, and at full speed.
 TARGETS = (
     ("spillway, disk", "ZeRO-Infinity", 2.5, 1.5),
     ("spillway 8-bit, disk", "ZeRO-Infinity", 5.0, 2.5),
+    (SAME_MEMORY, "ZeRO-Infinity", 2.5, 1.5),
     ("spillway, memory", "ZeRO-Offload", 0.0, 1.5),
+    ("spillway, memory", "ZeRO-Offload" + KEEPING, 0.0, 1.5),
     ("spillway, memory", "plain PyTorch", 0.0, 0.95),
+    ("spillway, memory", "plain PyTorch" + KEEPING, 0.0, 0.95),
 )
 
 
@@ -66,35 +70,33 @@ def commands(model: Path, store: str, rows: int, steps: int, deepspeed: str | No
     def ours(place: str, moments: str, memory: str = "") -> list[str]:
         return [sys.executable, str(HERE / "spillway_worker.py"), str(model), store, *shape, place, moments, memory]
 
+    def theirs(place: str, activations: str) -> list[str]:
+        return [str(deepspeed), str(HERE / "deepspeed_worker.py"), str(model), store, *shape, place, activations]
+
+    def plain(activations: str) -> list[str]:
+        return [sys.executable, str(HERE / "plain_worker.py"), str(model), *shape, activations]
+
     found = {}
     if deepspeed is not None:
-        for name, place in (("ZeRO-Infinity", "nvme"), ("ZeRO-Offload", "cpu")):
-            found[name] = [deepspeed, str(HERE / "deepspeed_worker.py"), str(model), store, *shape, place]
-        found[SAME_MEMORY] = ours("auto", "float32", MEMORY)
+        found = {
+            "ZeRO-Infinity": theirs("nvme", "recompute"),
+            SAME_MEMORY: ours("auto", "float32", MEMORY),
+            "ZeRO-Infinity" + KEEPING: theirs("nvme", "keep"),
+            "ZeRO-Offload": theirs("cpu", "recompute"),
+            "ZeRO-Offload" + KEEPING: theirs("cpu", "keep"),
+        }
     return found | {
         "spillway, disk": ours("disk", "float32"),
         "spillway 8-bit, disk": ours("disk", "8bit"),
         "spillway, memory": ours("host", "float32"),
-        "plain PyTorch": [sys.executable, str(HERE / "plain_worker.py"), str(model), *shape],
+        "plain PyTorch": plain("recompute"),
+        "plain PyTorch" + KEEPING: plain("keep"),
     }
 
 
 def uses_disk(system: str) -> bool:
     """Whether throttling the drive says anything about it."""
     return "disk" in system or "Infinity" in system
-
-
-def throttled(directory: Path, bytes_per_s: int) -> Callable[[], None] | None:
-    """What a child does to be throttled; None where that cannot be had."""
-    group, device = BLKIO / "spillway-peers", os.stat(directory).st_dev
-    try:
-        group.mkdir(exist_ok=True)
-        for way in ("read", "write"):
-            file = group / f"blkio.throttle.{way}_bps_device"
-            file.write_text(f"{os.major(device)}:{os.minor(device)} {bytes_per_s}")
-    except OSError:
-        return None
-    return lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None
 
 
 def measure(command: list[str], enter: Callable[[], None] | None) -> list[dict[str, float]] | str:
@@ -145,27 +147,27 @@ def main() -> int:
 
 def case(directory: Path, model: Path, rows: int, throttle: int, given: argparse.Namespace) -> list[Result]:
     """All systems with one batch and one drive speed, in turns."""
-    enter = throttled(directory, throttle) if throttle else None
-    if throttle and enter is None:
-        print("the drive cannot be throttled here")
-        return []
     steps: dict[str, list[dict[str, float]]] = {}
     failures: dict[str, str] = {}
-    for _ in range(given.rounds):
-        for system, command in commands(model, STORE, rows, given.steps, given.deepspeed).items():
-            if (throttle and not uses_disk(system)) or system in failures:
-                continue
-            taken = max((row["peak"] for row in steps.get("ZeRO-Infinity", [])), default=0)
-            if MEMORY in command and not taken:
-                continue  # it failed
-            with tempfile.TemporaryDirectory(dir=directory) as store:
-                meant = {STORE: store, MEMORY: str(int(taken))}
-                found = measure([meant.get(part, part) for part in command], enter)
-            if isinstance(found, str):
-                failures[system] = found
-            else:
-                steps.setdefault(system, []).extend(found[1:])
-            print(f"{system}, {rows} rows, {throttle or 'full speed'}: {failures.get(system, 'done')}", flush=True)
+    with throttled(directory, throttle) as enter:
+        if enter is None:
+            print("the drive cannot be throttled here")
+            return []
+        for _ in range(given.rounds):
+            for system, command in commands(model, STORE, rows, given.steps, given.deepspeed).items():
+                if (throttle and not uses_disk(system)) or system in failures:
+                    continue
+                taken = max((row["peak"] for row in steps.get("ZeRO-Infinity", [])), default=0)
+                if MEMORY in command and not taken:
+                    continue  # it failed
+                with tempfile.TemporaryDirectory(dir=directory) as store:
+                    meant = {STORE: store, MEMORY: str(int(taken))}
+                    found = measure([meant.get(part, part) for part in command], enter)
+                if isinstance(found, str):
+                    failures[system] = found
+                else:
+                    steps.setdefault(system, []).extend(found[1:])
+                print(f"{system}, {rows} rows, {throttle or 'full speed'}: {failures.get(system, 'done')}", flush=True)
     results = [Result(system, rows, throttle, 0, 0, 0, 0, 0, 0, why) for system, why in failures.items()]
     for system, rows_of in steps.items():
         seconds = statistics.median(row["seconds"] for row in rows_of)

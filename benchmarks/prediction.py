@@ -8,7 +8,6 @@ written (as root) two cases throttle the drive. Targets: step time within 10 %, 
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,10 +15,11 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from throttle import throttled
+
 from spillway.spec.sizes import format_seconds, format_size
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
-BLKIO = Path("/sys/fs/cgroup/blkio")
 STEP_TARGET, PEAK_TARGET = 0.10, 0.05
 _FEW = ["--per-device-train-batch-size", "1", "--max-length", "32"]
 _SOME = ["--per-device-train-batch-size", "2", "--max-length", "256"]
@@ -71,28 +71,8 @@ class Result:
         return self.predicted_peak / self.measured_peak - 1
 
 
-def make_throttle(directory: Path, bytes_per_s: int) -> Path | None:
-    """A cgroup whose members read and write the drive under `directory` no faster, or None where there is none."""
-    group = BLKIO / f"spillway-prediction-{os.getpid()}"
-    device = os.stat(directory).st_dev
-    # Throttles are set on whole drives; a partition's number is not taken.
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        group.mkdir()
-        for way in ("read", "write"):
-            (group / f"blkio.throttle.{way}_bps_device").write_text(f"{number} {bytes_per_s}")
-    except OSError:
-        if group.exists():
-            group.rmdir()
-        return None
-    return group
-
-
 def run(case: Case, directory: Path, steps: int) -> Result | None:
     """Train in a child; None where the case needs a throttle that cannot be had."""
-    group = make_throttle(directory, case.throttle) if case.throttle else None
-    if case.throttle and group is None:
-        return None
     work = Path(tempfile.mkdtemp(prefix="run-", dir=directory))
     out = work / "run"
     command = [sys.executable, "-m", "spillway.cli.main", "train", str(directory / "llama-128m")]
@@ -101,20 +81,17 @@ def run(case: Case, directory: Path, steps: int) -> Result | None:
     for number in range(case.stores):
         command += ["--store", str(work / f"store-{number}")]
 
-    def enter() -> None:
-        if group is not None:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-
     try:
-        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=enter)
+        with throttled(directory, case.throttle) as enter:
+            if enter is None:
+                return None
+            done = subprocess.run(command, capture_output=True, text=True, preexec_fn=enter)
         if done.returncode != 0:
             raise RuntimeError(f"{case.name}: {done.stderr[-2000:]}")
         summary = json.loads(done.stdout)
         bottleneck = json.loads((out / "plan.json").read_text())["bottleneck"]
     finally:
         shutil.rmtree(work)
-        if group is not None:
-            group.rmdir()
     return Result(
         case.name,
         summary["predicted_step_s"],

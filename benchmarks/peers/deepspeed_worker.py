@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO-3 on its CPU accelerator: `deepspeed_worker.py MODEL STORE ROWS LENGTH STEPS cpu|nvme`.
+"""DeepSpeed ZeRO-3 on its CPU accelerator: `deepspeed_worker.py MODEL STORE ROWS LENGTH STEPS cpu|nvme recompute|keep`.
 
 Settings as its documentation advises for NVMe (pipelined optimizer swapping, 1 MiB blocks, deep queues), buffers sized
-to this model, activations checkpointed.
+to this model.
 """
 
 import os
@@ -18,7 +18,7 @@ import torch
 from common import run
 from transformers import AutoModelForCausalLM
 
-model_directory, store, rows, length, steps, place = sys.argv[1:7]
+model_directory, store, rows, length, steps, place, activations = sys.argv[1:8]
 deepspeed.init_distributed("gloo")
 param: dict[str, Any] = {"device": place}
 states: dict[str, Any] = {"device": place}
@@ -50,7 +50,8 @@ config = {
 }
 model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.bfloat16)
 model.config.use_cache = False
-model.gradient_checkpointing_enable()
+if activations == "recompute":
+    model.gradient_checkpointing_enable()
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
 

@@ -1,4 +1,7 @@
-"""Plain PyTorch, everything in memory, with recomputation: bfloat16 weights, fp32 masters, fused AdamW, clipping."""
+"""Plain PyTorch, everything in memory: bfloat16 weights, fp32 masters, fused AdamW, clipping.
+
+`plain_worker.py MODEL ROWS LENGTH STEPS recompute|keep`: what becomes of activations.
+"""
 
 import sys
 
@@ -7,10 +10,11 @@ from common import run
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-model_directory, rows, length, steps = sys.argv[1:5]
+model_directory, rows, length, steps, activations = sys.argv[1:6]
 model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.bfloat16)
 model.config.use_cache = False
-model.gradient_checkpointing_enable()
+if activations == "recompute":
+    model.gradient_checkpointing_enable()
 model.train()
 params = list(model.parameters())
 masters = [nn.Parameter(param.detach().float()) for param in params]

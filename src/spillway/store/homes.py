@@ -210,11 +210,11 @@ class Homes:
         self.forget_written()
 
     def place_snapshot(self) -> dict[int, int]:
-        """The extents that a saved point of now goes to, for the units whose newest state is in memory; from here on
-        they are current. Raises DiskError where there is no room."""
+        """The extents that a saved point of now goes to, for the units whose newest state is in memory, in the order in
+        which the next step changes them; from here on they are current. Raises DiskError where there is no room."""
         places: dict[int, int] = {}
-        for index, home in enumerate(self.units):
-            where = home.where
+        for index in self._order_of_change():
+            home, where = self.units[index], self.units[index].where
             if not home.extents or not home.layout.num_trainable or where.states == "disk":
                 continue
             if where.weights == "disk" and home.current in home.saved[:1]:
@@ -223,6 +223,13 @@ class Homes:
             places[index] = home.current if where.weights == "disk" else home.next_extent()
         self.flip()
         return places
+
+    def _order_of_change(self) -> list[int]:
+        """Updates that belong to forward come in the order of units, the others in that of backward."""
+        indices = range(len(self.units))
+        return [i for i in indices if self.units[i].where.defers] + [
+            i for i in reversed(indices) if not self.units[i].where.defers
+        ]
 
     def drop_snapshot(self, places: dict[int, int]) -> None:
         """It was not written: what rests in memory has no extent of its own again."""

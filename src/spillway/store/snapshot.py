@@ -19,14 +19,14 @@ class Snapshot:
     `before_change` returns when it is. So all of it is written, at the latest, by the end of the next step."""
 
     def __init__(self, homes: list[UnitHome], places: dict[int, int], disk: StripedDisk, staging: torch.Tensor) -> None:
-        """`places`: the extent that each unit goes to. `staging`: host memory that what does not lie in whole pages of
-        it passes through, before this returns."""
+        """`places`: the extent that each unit goes to, in the order in which they will change. `staging`: host memory
+        that what does not lie in whole pages of it passes through, before this returns."""
         self._homes = homes
         self._places = places
         self._disk = disk
         self._engine = DiskEngine(_DEPTH)
         self._lock = threading.Lock()
-        self._left = dict.fromkeys(reversed(sorted(places)))  # backward changes the last units first
+        self._left = dict.fromkeys(places)
         self._error: BaseException | None = None
         try:
             for index in places:

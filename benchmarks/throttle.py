@@ -1,0 +1,36 @@
+"""A drive made slower for child processes, through cgroup v1, so that disk-bound cases repeat."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+BLKIO = Path("/sys/fs/cgroup/blkio")
+
+
+@contextmanager
+def throttled(directory: Path, bytes_per_s: int) -> Iterator[Callable[[], None] | None]:
+    """What a child calls first (`preexec_fn`) to read and write the drive under `directory` no faster, each way; with 0
+    as fast as it goes. None where there is no such control (it takes root, and a whole drive)."""
+    if not bytes_per_s:
+        yield lambda: None
+        return
+    group, device = BLKIO / f"spillway-{os.getpid()}", os.stat(directory).st_dev
+    try:
+        group.mkdir()
+        for way in ("read", "write"):
+            file = group / f"blkio.throttle.{way}_bps_device"
+            file.write_text(f"{os.major(device)}:{os.minor(device)} {bytes_per_s}")
+    except OSError:
+        if group.exists():
+            group.rmdir()
+        yield None
+        return
+
+    def enter() -> None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    try:
+        yield enter
+    finally:
+        group.rmdir()
