@@ -1,5 +1,6 @@
 """A run from the command line to the final model, interrupted and resumed."""
 
+import itertools
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import directories
 from spillway.cli.main import run
+from spillway.runtime import lanes
 
 
 @pytest.fixture(scope="module")
@@ -216,3 +219,52 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_step(
     assert code == 6, message
     (manifest,) = (out / "store").glob("step-*.json")
     assert json.loads(manifest.read_text())["body"]["step"] == len(metrics(out))
+
+
+@pytest.fixture
+def one_bad_gradient(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """From the given gradient on, so many are infinite."""
+
+    def spoil(first: int, count: int) -> None:
+        seen = itertools.count()
+        true = lanes.sum_squares
+
+        def norm(values: torch.Tensor, threads: int) -> float:
+            return float("inf") if first <= next(seen) < first + count else true(values, threads)
+
+        monkeypatch.setattr(lanes, "sum_squares", norm)
+
+    return spoil
+
+
+def test_a_batch_with_an_infinite_gradient_stops_the_run_with_the_step_before_it_saved(
+    model: Path, data: Path, tmp_path: Path, one_bad_gradient: Callable[[int, int], None]
+) -> None:
+    one_bad_gradient(9, 1)
+    assert run(arguments(model, data, tmp_path / "run", "--max-steps", "4")) == 6
+    done = len(metrics(tmp_path / "run"))
+    assert 0 < done < 4
+    assert run(arguments(model, data, tmp_path / "run", "--max-steps", "4")) == 0
+    assert run(arguments(model, data, tmp_path / "whole", "--max-steps", "4")) == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_a_batch_with_an_infinite_gradient_is_passed_over_where_the_user_said_so(
+    model: Path, data: Path, tmp_path: Path, one_bad_gradient: Callable[[int, int], None], capsys: Any
+) -> None:
+    one_bad_gradient(9, 1)
+    assert run(arguments(model, data, tmp_path / "run", "--max-steps", "4", "--non-finite", "skip")) == 0
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[0]["skipped_steps"] == 0 and rows[-1]["skipped_steps"] == 1
+    assert "is passed over, 1 so far" in " ".join(capsys.readouterr().err.split())
+    assert run(arguments(model, data, tmp_path / "whole", "--max-steps", "5")) == 0
+    assert losses(tmp_path / "run")[:2] == losses(tmp_path / "whole")[:2]
+
+
+def test_five_bad_batches_in_a_row_stop_the_run_all_the_same(
+    model: Path, data: Path, tmp_path: Path, one_bad_gradient: Callable[[int, int], None], capsys: Any
+) -> None:
+    one_bad_gradient(9, 1000)
+    assert run(arguments(model, data, tmp_path / "run", "--max-steps", "9", "--non-finite", "skip")) == 6
+    assert "5 batches in a row are not finite" in " ".join(capsys.readouterr().err.split())

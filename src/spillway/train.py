@@ -45,6 +45,9 @@ from spillway.store.manifest import load_manifest
 _MAY_GROW = ("max_steps", "num_train_epochs")
 
 
+_MOST_SKIPPED = 5  # batches in a row that are not finite
+
+
 @dataclass(slots=True)
 class _Progress:
     """What the run has done so far."""
@@ -53,6 +56,8 @@ class _Progress:
     position: DataPosition = field(default_factory=DataPosition)
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    skipped: int = 0  # batches that were not finite
+    skipped_in_a_row: int = 0
     wary_steps: int = 0  # by the plan's `wary_ops`, since this start of the run
     tokens: int = 0
     written_before: dict[str, int] = field(default_factory=dict)  # bytes to each drive before this start of the run
@@ -345,18 +350,12 @@ class _Run:
         position = progress.position
         batch = {key: tensor.to(self._device) for key, tensor in self._batches.at(position).items()}
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
-        loss = model(**batch).loss
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            self._save_point()
-            raise NonFinite(
-                f"the loss of step {progress.step + 1} (epoch {position.epoch}, batch {position.index}) is {value}: "
-                f"stopped before it changed anything, step {self._parts.points.saved_step} is saved; lower "
-                f"--learning-rate or look at the data"
-            )
-        trained = int((batch["labels"] != -100).sum())
-        last = {"epoch": position.epoch, "loss": value, "learning_rate": learning_rate, "trained_tokens": trained}
-        self._update(loss, position, last)
+        try:
+            value, trained = self._forward_and_update(model, batch, position, learning_rate)
+        except NonFinite as error:
+            self._pass_over(error, position)
+            return
+        progress.skipped_in_a_row = 0
         schedule.step()
         progress.step += 1
         seconds = time.perf_counter() - start
@@ -367,24 +366,52 @@ class _Run:
         self._record(metrics, watch, position, value, learning_rate, batch, trained, seconds)
         line.step(progress.step, value, self._optimizer.last_result.grad_norm, learning_rate, tokens, seconds)
 
-    def _update(self, loss: torch.Tensor, position: DataPosition, last: dict[str, Any]) -> None:
-        """Backward and optimizer step; what is saved with the step is set before it is committed."""
-        progress, parts = self._progress, self._parts
-        before = parts.points.run
-        after = self._batches.after(position)
-        value = last["loss"]
-        parts.points.run = self._run_state(after, [*progress.losses[:1], value][:1], last)
+    def _forward_and_update(
+        self, model: torch.nn.Module, batch: dict[str, torch.Tensor], position: DataPosition, learning_rate: float
+    ) -> tuple[float, int]:
+        """One step; what is saved with it is set before it is committed. Returns the loss and the tokens it is of.
+        Raises NonFinite, with the step before it in force."""
+        progress, points = self._progress, self._parts.points
+        loss = model(**batch).loss
+        value, trained = float(loss.detach()), int((batch["labels"] != -100).sum())
+        if not math.isfinite(value):
+            raise NonFinite(
+                f"the loss of step {progress.step + 1} (epoch {position.epoch}, batch {position.index}) is {value}; it "
+                f"changed nothing: lower --learning-rate, look at the data, or pass over such batches with "
+                f"--non-finite skip"
+            )
+        last = {"epoch": position.epoch, "loss": value, "learning_rate": learning_rate, "trained_tokens": trained}
+        before, after = points.run, self._batches.after(position)
+        points.run = self._run_state(after, [*progress.losses[:1], value][:1], last)
         try:
             loss.backward()
             self._optimizer.step()
         except NonFinite:
-            parts.points.run = before
-            parts.session.settle()
-            if parts.session.is_intact:
-                self._save_point()
+            points.run = before
             raise
         progress.losses.append(value)
         progress.position = after
+        return value, trained
+
+    def _pass_over(self, error: NonFinite, position: DataPosition) -> None:
+        """A batch whose loss or gradients are not finite: stop, saved, or go on with the next, as the user chose."""
+        progress, session = self._progress, self._parts.session
+        session.settle()
+        progress.skipped_in_a_row += 1
+        skips = self._options.non_finite == "skip" and session.is_intact
+        if skips and progress.skipped_in_a_row < _MOST_SKIPPED:
+            progress.skipped += 1
+            progress.position = self._batches.after(position)
+            self._reporter.say(
+                f"warning: batch {position.index} of epoch {position.epoch} is passed over, {progress.skipped} so far: "
+                f"{error}"
+            )
+            return
+        if session.is_intact:
+            self._save_point()
+        if skips:
+            raise NonFinite(f"{progress.skipped_in_a_row} batches in a row are not finite: {error}") from error
+        raise error
 
     def _record(
         self,
@@ -418,6 +445,7 @@ class _Run:
                 moved,
                 peaks,
                 self._written(),
+                self._progress.skipped,
             )
         )
 

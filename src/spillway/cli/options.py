@@ -48,6 +48,7 @@ MORE = {
     "activations": "auto, recompute or keep: what forward computes is dropped, or kept for backward where it fits.",
     "weights": "auto, device, host or disk: where weights rest.",
     "states": "auto, device, host or disk: where optimizer states rest.",
+    "non_finite": "stop or skip: what a batch does whose loss or gradients are not finite; five in a row always stop.",
     "max_writes": "Stop, saved, when this run has written so much to a drive, e.g. 50TB.",
     "allow_pickle": "Read .bin weights where a model has no safetensors.",
 }

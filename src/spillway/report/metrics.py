@@ -26,7 +26,7 @@ class StepMetrics:
     moved_bytes: dict[str, float]
     peak_bytes: dict[str, int]
     written_bytes: dict[str, int]  # to each drive by this run so far, resumed parts included
-    skipped_steps: int = 0
+    skipped_steps: int = 0  # batches passed over so far, since this start of the run
 
 
 class MetricsFile:

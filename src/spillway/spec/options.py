@@ -11,6 +11,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "device": ("auto", "cuda", "cpu"),
     "dtype": ("bfloat16", "float32", "bf16", "fp32"),
     "update": ("auto", *UPDATE_MODES),
+    "non_finite": ("stop", "skip"),
     "activations": ACTIVATIONS,
     "weights": ("auto", *TIERS),
     "states": ("auto", *TIERS),
@@ -65,6 +66,7 @@ class TrainOptions:
     activations: str = "auto"
     weights: str = "auto"
     states: str = "auto"
+    non_finite: str = "stop"
     max_writes: str | None = None
     allow_pickle: bool = False
 
