@@ -116,7 +116,8 @@ def prepare(
     `model`: from `load`, or any nn.Module in memory (its parameters then move into the store). `store`: one or more
     directories on fast drives; without any, everything rests in host memory. Memory sizes as people write them
     ("24GB"); by default what is free. `micro_batch`: rows computed at a time inside each unit. `update`: "auto",
-    "serial", "overlap" or "deferred". `activations`: "auto", "recompute" or "keep" (where it fits). `weights`,
+    "serial", "overlap" or "deferred". `activations`: "auto", "recompute", or where all that
+    autograd saves is kept as far as it fits: "keep" (anywhere), "host" or "disk". `weights`,
     `states`: "auto", "device", "host" or "disk". `example`: keyword arguments of the longest batch to come; with it
     everything is planned and checked now, otherwise at the first forward. `resume`: go on from the last saved point in
     `store`, or in the directory given; budgets, device and drives may differ from those of the run that saved it.

@@ -58,7 +58,7 @@ def test_memory_is_filled_before_the_disk_is_used() -> None:
     assert {unit.states for unit in plan.placement.units} == {"device"}
     plan = make_plan(model, profiles.CPU, profiles.PLENTY, PlanRequest())
     assert {unit.states for unit in plan.placement.units} == {"host"}
-    assert set(plan.placement.acts) == {"kept", "host"}
+    assert set(plan.placement.acts) == {"kept on device", "host"}
     tight = Budget(10**9, 10**8, 10**12, 10**7)
     plan = make_plan(model, profiles.CPU, tight, PlanRequest())
     assert {unit.states for unit in plan.placement.units} == {"disk"}

@@ -45,7 +45,7 @@ MORE = {
     "packing": "Several samples to a row, each by itself.",
     "dtype": "bfloat16 (with fp32 masters) or float32.",
     "update": "auto, serial, overlap or deferred: when weights are updated.",
-    "activations": "auto, recompute or keep: what forward computes is dropped, or kept for backward where it fits.",
+    "activations": "auto, recompute, keep, host or disk: what is computed in forward is dropped, or kept for backward.",
     "weights": "auto, device, host or disk: where weights rest.",
     "states": "auto, device, host or disk: where optimizer states rest.",
     "non_finite": "stop or skip: what a batch does whose loss or gradients are not finite; five in a row always stop.",

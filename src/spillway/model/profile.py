@@ -28,6 +28,7 @@ class CallRecord:
     outputs: dict[int, torch.Tensor]
     flops: float
     saved_bytes: int
+    saved_count: int
     rows: int = 0  # of a LOSS: how many it may be cut into
     chunk_rows: int = 0
     origins: dict[int, frozenset[int]] = field(default_factory=dict)  # per output: inputs it was computed from
@@ -98,6 +99,7 @@ class Profiler:
             outputs,
             flops,
             sum(saved.values()),
+            len(saved),
             rows,
             chunk_rows,
             _origins(inputs, outputs),
@@ -232,6 +234,7 @@ def model_profile(
             call.saved_bytes,
             shape.kind,
             shape.chunks,
+            call.saved_count,
         )
         for call, shape in zip(calls, shapes, strict=True)
     )

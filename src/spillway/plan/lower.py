@@ -12,7 +12,7 @@ from spillway.plan.pools import SlabNames
 from spillway.plan.updates import Round, Updates
 from spillway.spec.errors import invariant
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import KEPT, Op, Placement, Plan, Pool, moves_input
+from spillway.spec.plan import Op, Placement, Plan, Pool, act_tier, keeps_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +199,14 @@ class Lowering:
     # Activations #
 
     def _moves_act(self, call: int) -> bool:
-        return moves_input(self._plan.acts[call]) and self._model.calls[call].act_bytes > 0
+        return act_tier(self._plan.acts[call]) != "device" and self._names.act_bytes(call) > 0
 
     def _earlier_store(self) -> int | None:
         """The last download but one: no more than two inputs wait on the device to be taken away."""
         return self._act_downloads[-2] if len(self._act_downloads) > 1 else None
 
     def _emit_act_store(self, call: int) -> None:
-        size = self._model.calls[call].act_bytes
+        size = self._names.act_bytes(call)
         unit = self._model.calls[call].unit
         pool, lease = self._names.act(call), f"a{call}"
         down = self._build.add(
@@ -214,7 +214,7 @@ class Lowering:
         )
         self._act_downloads.append(down)
         self._act_stored[call] = down
-        if self._plan.acts[call] == "disk":
+        if act_tier(self._plan.acts[call]) == "disk":
             self._act_stored[call] = self._build.add(
                 "WRITE", "write", unit, "act", size, [down], (), (lease,), lease, HOME, call
             )
@@ -222,7 +222,7 @@ class Lowering:
     def _try_act_read(self) -> bool:
         while self._next_act_read < len(self._act_order):
             call = self._act_order[self._next_act_read]
-            if self._plan.acts[call] != "disk":
+            if act_tier(self._plan.acts[call]) != "disk":
                 self._next_act_read += 1
                 continue
             pool = self._names.act(call)
@@ -234,7 +234,7 @@ class Lowering:
                 "read",
                 model_call.unit,
                 "act",
-                model_call.act_bytes,
+                self._names.act_bytes(call),
                 [self._act_stored[call]],
                 ((pool, f"ar{call}"),),
                 (),
@@ -251,7 +251,7 @@ class Lowering:
             return False
         call = self._act_order[self._next_act_upload]
         pool = self._names.act_slot(call)
-        from_disk = self._plan.acts[call] == "disk"
+        from_disk = act_tier(self._plan.acts[call]) == "disk"
         ready = self._act_read.get(call) if from_disk else self._act_stored.get(call)
         if ready is None or not self._build.has_room(pool):
             return False
@@ -262,7 +262,7 @@ class Lowering:
             "upload",
             model_call.unit,
             "act",
-            model_call.act_bytes,
+            self._names.act_bytes(call),
             [ready],
             ((pool, f"as{call}"),),
             (staged,),
@@ -308,7 +308,7 @@ class Lowering:
         if act is not None:
             give = (*give, f"as{use.call}")
         # The two products of backward and, unless all was kept, the forward again.
-        flops = (2 if self._plan.acts[use.call] == KEPT else 3) * call.flops
+        flops = (2 if keeps_all(self._plan.acts[use.call]) else 3) * call.flops
         self._backward[use.call] = self._build.add(
             "BACKWARD",
             "compute",

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from spillway.plan.pools import stored_bytes
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import KEPT, Placement, Pool, TierPeaks, moves_input
+from spillway.spec.plan import Placement, Pool, TierPeaks, act_tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,11 @@ def peaks(
     kept on disk (0 without a store), per unit."""
     of_units = [residents(model, placement, unit) for unit in range(len(model.units))]
     device = sum(part.device for part in of_units) + working_bytes(model) + model.boundary_bytes
-    acts = list(zip(model.calls, placement.acts, strict=True))
-    device += sum(call.act_bytes for call, tier in acts if not moves_input(tier))
-    device += sum(call.saved_bytes for call, tier in acts if tier == KEPT)
-    # Two inputs may be on their way to host memory.
-    moving = [call.act_bytes for call, tier in acts if moves_input(tier)]
+    pairs = zip(model.calls, placement.acts, strict=True)
+    stored = [(act_tier(acts), stored_bytes(call, acts)) for call, acts in pairs]
+    device += sum(size for tier, size in stored if tier == "device")
+    # Those of two calls may be on their way to host memory.
+    moving = [size for tier, size in stored if tier != "device"]
     device += 2 * max(moving, default=0)
     device += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "device")
     host = process_bytes + sum(part.host for part in of_units)
@@ -70,5 +71,5 @@ def peaks(
     disk += sum(
         unit.grad_bytes for unit, where in zip(model.units, placement.units, strict=True) if where.grads == "disk"
     )
-    disk += sum(call.act_bytes for call, tier in acts if tier == "disk")
+    disk += sum(size for tier, size in stored if tier == "disk")
     return TierPeaks(device, host + (device if device_is_host else 0), disk)

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Placement, Pool, moves_input
+from spillway.spec.model import CallProfile, ModelProfile
+from spillway.spec.plan import Placement, Pool, act_tier, keeps_all
 
 ELEMENT_ALIGNMENT = 4096  # subgroups start at whole pages in every component, 16-bit ones included
 
@@ -26,7 +26,8 @@ class SlabNames:
         self._model = model
         self._placement = placement
         self._classes = size_classes([unit.weight_bytes for unit in model.units])
-        self._act_classes = size_classes([call.act_bytes for call in model.calls])
+        calls = range(len(model.calls) if placement.acts else 0)
+        self._act_classes = size_classes([self.act_bytes(call) for call in calls])
 
     def weight(self, unit: int) -> str:
         """Host slabs that weights pass through between disk and device."""
@@ -51,7 +52,11 @@ class SlabNames:
 
     def act(self, call: int) -> str:
         """Host slabs that keep or pass on unit inputs."""
-        return f"act-{self._placement.acts[call]}/{self._act_classes[call]}"
+        return f"act-{act_tier(self._placement.acts[call])}/{self._act_classes[call]}"
+
+    def act_bytes(self, call: int) -> int:
+        """What is kept of a call between forward and backward."""
+        return stored_bytes(self._model.calls[call], self._placement.acts[call])
 
     def act_slot(self, call: int) -> str:
         """Device slots that unit inputs come back to."""
@@ -88,15 +93,21 @@ class SlabNames:
                 slab = state_slab_bytes(elements, self._model.update_bytes)
                 need("state", "host", slab, plan.state_slabs, -(-unit.num_trainable // plan.subgroup))
         for index, call in enumerate(self._model.calls):
-            if moves_input(plan.acts[index]) and call.act_bytes:
-                need(self.act(index), "host", call.act_bytes, every if plan.acts[index] == "host" else 3)
-                need(self.act_slot(index), "device", call.act_bytes, 2)
+            tier, size = act_tier(plan.acts[index]), stored_bytes(call, plan.acts[index])
+            if tier != "device" and size:
+                need(self.act(index), "host", size, every if tier == "host" else 3)
+                need(self.act_slot(index), "device", size, 2)
         return tuple(Pool(name, tiers[name], sizes[name], counts[name]) for name in tiers)
 
     def _grad_slots_needed(self) -> int:
         """Two, so that a download overlaps the next backward, and one for every unit whose calls lie apart."""
         calls = [call.unit for call in self._model.calls]
         return 2 + sum(count > 1 for count in Counter(calls).values())
+
+
+def stored_bytes(call: CallProfile, acts: str) -> int:
+    """Bytes of what is kept of a call: its input, or all that autograd saves."""
+    return call.kept_bytes if keeps_all(acts) else call.act_bytes
 
 
 def state_slab_bytes(elements: int, bytes_per_element: int) -> int:

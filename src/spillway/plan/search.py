@@ -15,7 +15,6 @@ from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import (
     ACTIVATIONS,
-    KEPT,
     LAST_POINT,
     TIERS,
     UPDATE_MODES,
@@ -25,6 +24,9 @@ from spillway.spec.plan import (
     Pool,
     TierPeaks,
     UnitPlacement,
+    act_tier,
+    keeps_all,
+    kept_in,
 )
 from spillway.spec.sizes import format_size, format_size_up
 
@@ -35,6 +37,8 @@ _SUBGROUPS = ((1 << 24, 4), (1 << 23, 4), (1 << 22, 4), (1 << 22, 2), (1 << 20, 
 _WORTHWHILE_SHARE = 0.25
 # Of the updates that could be made within the step: how many are left to the next forward.
 _DEFERRED_SHARES = (0.25, 0.5, 1.0)
+# Of the calls whose activations are not kept on the device: for how many they are moved to host memory and back.
+_SWAPPED_SHARES = (0.5, 1.0)
 # Smaller parts may fit where one did not; after so many of a kind no more are tried.
 _MISSES = 3
 
@@ -138,6 +142,8 @@ class _Planner:
             if tier == "disk" and not request.has_store:
                 raise UsageError(f"{name}='disk' needs a store: give the path of a directory on a fast drive")
 
+        if request.activations == "disk" and not request.has_store:
+            raise UsageError("activations='disk' needs a store: give the path of a directory on a fast drive")
         if request.activations not in ACTIVATIONS:
             raise UsageError(f"activations='{request.activations}' is not one of {', '.join(ACTIVATIONS)}")
         if request.states == "device" and request.weights not in ("auto", "device"):
@@ -156,20 +162,39 @@ class _Planner:
         raise PlanInfeasible(self._shortage(smallest), smallest.peaks)
 
     def fillings(self, lowest: _Candidate) -> Iterator[_Candidate]:
-        """Memory filled with weights and states, and what is left with activations that need not be recomputed; and the
-        other way round."""
-        filled = self._fill(lowest)
-        if self._request.activations == "recompute" or self._request.fixed is not None:
-            yield filled if self._request.activations == "recompute" else self._keep(filled)
+        """Ways to fill memory: with weights and states first, or with activations that need not be recomputed; on the
+        device or, across the link, in host memory and on disk."""
+        wanted, may_move = self._request.activations, self._request.fixed is None
+        if wanted in TIERS:
+            yield self._fill(self._keep_in(lowest, wanted, 1.0))
             return
-        if self._request.activations == "auto":
-            yield self._keep(filled)
-        yield self._fill(self._keep(lowest))
+        filled = self._fill(lowest)
+        if wanted == "recompute":
+            yield filled
+            return
+        kept = self._keep_in(filled, "device", 1.0)
+        if wanted == "auto" or not may_move:
+            yield kept
+        if may_move:
+            yield self._fill(self._keep_in(lowest, "device", 1.0))
+        if self._device_is_host:
+            return
+        for share in _SWAPPED_SHARES:
+            yield self._keep_in(kept, "host", share)
+        if may_move:
+            yield self._fill(self._keep_in(self._keep_in(lowest, "device", 1.0), "host", 1.0))
 
-    def _keep(self, candidate: _Candidate) -> _Candidate:
-        """Keep what autograd saves where it fits; the last calls first, whose backward comes first."""
-        calls = [index for index, call in enumerate(self._model.calls) if call.kind == "FORWARD"]
-        return self._take(candidate, [_Upgrade("acts", call, KEPT) for call in reversed(calls)])
+    def _keep_in(self, candidate: _Candidate, tier: str, share: float) -> _Candidate:
+        """Keep what autograd saves of some of the calls that are still recomputed, where it fits; the last calls first,
+        whose backward comes first."""
+        acts = candidate.placement.acts
+        calls = [
+            index
+            for index, call in reversed(list(enumerate(self._model.calls)))
+            if call.kind == "FORWARD" and not keeps_all(acts[index])
+        ]
+        chosen = [call for turn, call in enumerate(calls) if int((turn + 1) * share) > int(turn * share)]
+        return self._take(candidate, [_Upgrade("acts", call, kept_in(tier)) for call in chosen])
 
     def _fill(self, candidate: _Candidate) -> _Candidate:
         """Move what saves most traffic per byte into memory while it fits."""
@@ -232,7 +257,7 @@ class _Planner:
         """In order of traffic saved per byte: inputs of units (written and read once per step; the last calls first,
         for they come back first), gradients that wait for the norm, weights (read twice), then states."""
         for call in reversed(range(len(start.acts))):
-            if start.acts[call] != KEPT:
+            if not keeps_all(start.acts[call]):
                 yield _Upgrade("acts", call, "host")
         if self._request.fixed is not None:
             return
@@ -352,6 +377,6 @@ def _notes(candidate: _Candidate, request: PlanRequest) -> tuple[str, ...]:
         notes.append("optimizer states rest in host memory: saved points are --save-steps apart")
     if any(where.grads == "disk" for where in units if where.states != "none"):
         notes.append("gradients wait on disk for the global norm: more host memory, or no clipping, avoids that")
-    if "disk" in candidate.placement.acts:
+    if any(act_tier(acts) == "disk" for acts in candidate.placement.acts):
         notes.append("inputs of units overflow to disk")
     return tuple(notes)

@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.profile import CallShape
+from spillway.runtime.graph import Graph, Root
 from spillway.spec.errors import UsageError, invariant
 
 
@@ -112,46 +113,6 @@ def _never(nothing: None) -> torch.Tensor:
     raise AssertionError("the forward of a unit kept something for a backward that is recomputed")
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A tensor in a slot: all that is kept of a weight, for the slot serves other units before backward."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[Any, ...]
-    byte_offset: Any
-
-
-class Graph:
-    """What autograd recorded of a call, micro-batch by micro-batch; weights excepted, which backward brings again."""
-
-    def __init__(self, slot: torch.Tensor, leaves: dict[str, torch.Tensor]) -> None:
-        """`leaves`: the parameters of the forward, whose gradients are summed where their `grad` points."""
-        self.leaves = leaves
-        self.inputs: list[list[torch.Tensor]] = []
-        self.outputs: list[list[torch.Tensor]] = []
-        self.slot: torch.Tensor | None = None  # in backward
-        self._address = slot.untyped_storage().data_ptr()
-        self._start = slot.storage_offset()
-
-    def pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Place":
-        """What autograd keeps of a tensor."""
-        if tensor.untyped_storage().data_ptr() != self._address:
-            return tensor.detach()
-        offset = tensor.storage_offset() * tensor.itemsize - self._start
-        return _Place(tensor.dtype, tensor.shape, tensor.stride(), offset)
-
-    def unpack(self, kept: "torch.Tensor | _Place") -> torch.Tensor:
-        """The tensor again."""
-        if isinstance(kept, torch.Tensor):
-            return kept
-        if self.slot is None:
-            raise AssertionError("a weight is wanted while its unit is not in a slot")
-        offset = (self.slot.storage_offset() + kept.byte_offset) // kept.dtype.itemsize
-        empty = torch.empty(0, dtype=kept.dtype, device=self.slot.device)
-        return empty.set_(self.slot.untyped_storage(), offset, kept.shape, kept.stride)
-
-
 def run_forward(
     call: FlatCall,
     shape: CallShape,
@@ -176,8 +137,7 @@ def run_forward(
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             outputs, spec = call.run(inputs)
         if graph is not None:
-            graph.inputs.append(inputs)
-            graph.outputs.append(_own(outputs, inputs))
+            graph.note(inputs, _own(outputs, inputs))
         parts.append([_settled(output, inputs, slot) for output in outputs])
         del inputs, outputs
     if versions != [tensor._version for tensor in tensors]:
@@ -239,40 +199,29 @@ def run_backward(
     """Recompute each micro-batch and differentiate it. Parameter gradients are summed where the bound leaves point;
     returned are the gradients of the tensors. `grads`: one per tensor output that is no input, in flattened order."""
     found: list[torch.Tensor | None] = [None] * len(tensors)
+    shapes = [tensor.shape for tensor in tensors]
     with rng_kept(device):
         for index, piece in enumerate(pieces(call, shape, tensors)):
             set_rng_state(device, replay.rng[index])
             inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(piece, needs_grad, strict=True)]
             with torch.enable_grad(), replay.autocast():
                 outputs, _ = call.run(inputs)
-                _differentiate(_own(outputs, inputs), grads, shape, index)
-            _collect_all(found, inputs, tensors, call, shape, index)
+                _differentiate([Root.of(out) for out in _own(outputs, inputs)], grads, shape, index)
+            _collect_all(found, inputs, shapes, call, shape, index)
             del inputs, outputs
     return found
 
 
 def run_kept_backward(
-    call: FlatCall,
-    shape: CallShape,
-    tensors: list[torch.Tensor],
-    grads: list[torch.Tensor | None],
-    graph: Graph,
-    slot: torch.Tensor,
-    leaves: dict[str, torch.Tensor],
+    call: FlatCall, shape: CallShape, grads: list[torch.Tensor | None], graph: Graph
 ) -> list[torch.Tensor | None]:
-    """As `run_backward`, with what the forward kept. `leaves`: the parameters as they are bound now."""
-    found: list[torch.Tensor | None] = [None] * len(tensors)
-    graph.slot = slot
-    for name, leaf in graph.leaves.items():
-        leaf.grad = leaves[name].grad
+    """As `run_backward`, with what the forward kept; `graph` is back."""
+    found: list[torch.Tensor | None] = [None] * len(graph.shapes)
     for index in range(shape.chunks):
-        inputs, outputs = graph.inputs[index], graph.outputs[index]
-        graph.inputs[index] = graph.outputs[index] = []
-        _differentiate(outputs, grads, shape, index)
-        _collect_all(found, inputs, tensors, call, shape, index)
-        del inputs, outputs
-    for leaf in graph.leaves.values():
-        leaf.grad = None
+        inputs, roots = graph.take(index)
+        _differentiate(roots, grads, shape, index)
+        _collect_all(found, inputs, graph.shapes, call, shape, index)
+        del inputs, roots
     return found
 
 
@@ -281,21 +230,21 @@ def _own(outputs: list[Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [out for out in outputs if isinstance(out, torch.Tensor) and all(out is not i for i in inputs)]
 
 
-def _differentiate(own: list[torch.Tensor], grads: list[torch.Tensor | None], shape: CallShape, index: int) -> None:
+def _differentiate(roots: list[Root], grads: list[torch.Tensor | None], shape: CallShape, index: int) -> None:
     pairs = [
-        (out, _grad_piece(grad, out, shape, index))
-        for out, grad in zip(own, grads, strict=True)
-        if out.requires_grad and grad is not None
+        (root.edge, _grad_piece(grad, root.shape, shape, index))
+        for root, grad in zip(roots, grads, strict=True)
+        if root.edge is not None
     ]
-    pairs = [(out, grad) for out, grad in pairs if grad is not None]
-    if pairs:
-        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+    wanted = [(edge, grad) for edge, grad in pairs if grad is not None]
+    if wanted:
+        torch.autograd.backward([edge for edge, _ in wanted], [grad for _, grad in wanted])
 
 
 def _collect_all(
     found: list[torch.Tensor | None],
     inputs: list[torch.Tensor],
-    tensors: list[torch.Tensor],
+    shapes: list[torch.Size],
     call: FlatCall,
     shape: CallShape,
     index: int,
@@ -303,29 +252,29 @@ def _collect_all(
     for place, tensor in enumerate(inputs):
         if tensor.grad is not None:
             cut = call.holes[place] in shape.cut_inputs
-            found[place] = _collect(found[place], tensor.grad, tensors[place], shape, cut, index)
+            found[place] = _collect(found[place], tensor.grad, shapes[place], shape, cut, index)
 
 
-def _grad_piece(grad: torch.Tensor | None, output: torch.Tensor, shape: CallShape, index: int) -> torch.Tensor | None:
+def _grad_piece(grad: torch.Tensor | None, output: torch.Size, shape: CallShape, index: int) -> torch.Tensor | None:
     """The gradient of this micro-batch's output. Of an output that is the same for every micro-batch, the first one
     carries the whole gradient."""
     if grad is None or shape.chunks == 1 or shape.kind == "LOSS":
         return grad
-    if output.shape == grad.shape:
+    if output == grad.shape:
         return grad if index == 0 else None
     start = index * shape.chunk_rows
-    return grad.narrow(0, start, output.shape[0])
+    return grad.narrow(0, start, output[0])
 
 
 def _collect(
-    whole: torch.Tensor | None, part: torch.Tensor, tensor: torch.Tensor, shape: CallShape, cut: bool, index: int
+    whole: torch.Tensor | None, part: torch.Tensor, size: torch.Size, shape: CallShape, cut: bool, index: int
 ) -> torch.Tensor:
     if shape.chunks == 1:
         return part
     if not cut:
         return part if whole is None else whole.add_(part)
     if whole is None:
-        whole = torch.empty(tensor.shape, dtype=part.dtype, device=part.device)
+        whole = torch.empty(size, dtype=part.dtype, device=part.device)
     start = index * shape.chunk_rows
     whole.narrow(0, start, part.shape[0]).copy_(part)
     return whole

@@ -1,51 +1,35 @@
 """One model in training: turns the user's forward, backward and optimizer step into the operations of the plan."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from spillway.model.binding import bind, bound, make_placeholders
-from spillway.model.profile import (
-    CallRecord,
-    CallShape,
-    Profiler,
-    batch_rows,
-    grow_batch,
-    model_profile,
-    shapes_of,
-)
+from spillway.model.profile import CallShape
 from spillway.model.units import Unit
 from spillway.optim.update import Hyper
-from spillway.runtime.buffers import BufferGuard, all_buffers_kept
-from spillway.runtime.calls import FlatCall, own_copy, rng_kept
+from spillway.plan.pools import stored_bytes
+from spillway.runtime.buffers import BufferGuard
+from spillway.runtime.calls import FlatCall, own_copy
 from spillway.runtime.device import Device
 from spillway.runtime.executor import Executor
+from spillway.runtime.graph import Graph
 from spillway.runtime.lanes import HOME, Due, LaneWorker, StepState
+from spillway.runtime.schedules import Planner, Schedule, Schedules
 from spillway.runtime.unit import UnitForward, run_in_step
 from spillway.runtime.window import bind_for_step, leaves, weight_views
 from spillway.spec.errors import UsageError, invariant
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import KEPT, Op, Plan, moves_input
+from spillway.spec.plan import Op, Plan, act_tier, keeps_all
 from spillway.spec.sizes import align
 from spillway.spec.trace import Trace
 from spillway.store.arena import PAGE, SlabPools
 from spillway.store.placed import PlacedStore
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """The plan for batches of one shape."""
-
-    plan: Plan
-    profile: ModelProfile
-    shapes: tuple[CallShape, ...]
-    calls_beside: bool  # units are also called without gradients, which the list knows nothing of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +51,6 @@ class StepResult:
 
 # A wrong guess costs an update that is dropped, and going over to guessing one that nothing overlaps with.
 _CALM_STEPS = 3
-
-# Makes the plan for a profile; the second argument tells whether units already rest where an earlier plan put them.
-Planner = Callable[[ModelProfile, bool], Plan]
 
 
 class Session:
@@ -100,18 +81,21 @@ class Session:
         self.max_grad_norm: float | None = None
         self.segments: list[list[tuple[int, int, int]]] = []
         self.batch_hooks: list[Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]] = []
-        # Each gets the function that profiles one forward and returns what it gave, trying what it may.
         self.on_undo: list[Callable[[], None]] = []
-        self.profile_trials: list[Callable[[Callable[[], list[CallRecord]]], list[CallRecord]]] = []
-        self._planner = planner
-        self._micro_batch = micro_batch
         self._threads = threads
         self._placeholders = make_placeholders(units)
-        self._schedules: dict[Any, Schedule] = {}
+        self.schedules = Schedules(
+            model,
+            units,
+            device.torch_device,
+            self._placeholders,
+            planner,
+            micro_batch,
+            self._open_empty,
+            self._on_demand,
+        )
         self._worker: LaneWorker | None = None
         self._executor: Executor | None = None
-        self._profiler: Profiler | None = None
-        self._profiling_real = False
         self.step_number = 0  # of forwards; a backward belongs to the newest
         self._in_step = False
         self._next_call = 0
@@ -122,8 +106,8 @@ class Session:
         self._half_done = False  # a failed step has changed what rests in host memory
         self._due: Due | None = None  # the last step's updates, where they belong to the next forward
         self._unclipped = 0  # steps in a row whose gradients were not clipped
-        self._calls_beside = False  # of the forward being profiled
         self._traces: list[Trace] = []
+        self._graphs: list[Graph] = []  # of the forward under way
         self._replace_forwards()
 
     # Opening #
@@ -151,7 +135,7 @@ class Session:
         kwargs = kwargs or {}
         for hook in self.batch_hooks:
             kwargs = hook(args, kwargs)
-        schedule = self._schedule_for(args, kwargs)
+        schedule = self.schedules.of(args, kwargs, self.is_open)
         self._ensure_open(schedule)
         return schedule
 
@@ -159,7 +143,7 @@ class Session:
         """What a step on this batch would be, without opening anything."""
         for hook in self.batch_hooks:
             kwargs = hook(args, kwargs)
-        return self._schedule_for(args, kwargs).profile
+        return self.schedules.of(args, kwargs, self.is_open).profile
 
     def close(self) -> None:
         """End the lanes and release memory, files and locks."""
@@ -187,6 +171,10 @@ class Session:
                 self.store.lay_slabs(schedule.plan)
             self._laid = schedule
 
+    def _open_empty(self) -> None:
+        """Weights come to rest before any batch is known."""
+        self._ensure_open(self.schedules.of((), {}, self.is_open))
+
     def _replace_forwards(self) -> None:
         for index, unit in enumerate(self.units):
             bind(unit, self._placeholders)
@@ -211,85 +199,12 @@ class Session:
         original: Callable[..., Any] = forward.original
         return original
 
-    # Planning #
-
-    def _schedule_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
-        signature = _signature((args, kwargs))
-        known = self._schedules.get(signature)
-        if known is None:
-            self._calls_beside = False
-            calls, shapes = self._profile(args, kwargs) if _tensors((args, kwargs)) else ([], ())
-            tokens = max((leaf.numel() for leaf in _tensors((args, kwargs)) if not leaf.is_floating_point()), default=0)
-            profile = model_profile(self.units, calls, shapes, tokens)
-            known = Schedule(self._planner(profile, self.is_open), profile, shapes, self._calls_beside)
-            self._schedules[signature] = known
-        return known
-
-    def _profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[CallRecord], tuple[CallShape, ...]]:
-        rows = batch_rows((args, kwargs))
-        try:
-            calls = self._try_profile(lambda: self._profile_fake(args, kwargs))
-            grown = None
-            if self._micro_batch is not None and self._micro_batch < rows:
-                grown = self._profile_fake(*grow_batch((args, kwargs)))
-        except UsageError:
-            raise
-        except Exception as error:
-            if self._micro_batch is not None and self._micro_batch < rows:
-                raise UsageError(
-                    f"the forward of {type(self.model).__name__} depends on the values of its tensors ({error}), so it "
-                    f"cannot be cut into micro-batches: leave micro_batch out"
-                ) from error
-            calls, grown = self._try_profile(lambda: self._profile_real(args, kwargs)), None
-        return calls, shapes_of(calls, grown, rows, self._micro_batch)
-
-    def _try_profile(self, profile: Callable[[], list[CallRecord]]) -> list[CallRecord]:
-        for attempt in self.profile_trials:
-            return attempt(profile)
-        return profile()
-
-    def _profile_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
-        with (
-            rng_kept(self.device.torch_device),
-            all_buffers_kept(self.model),
-            FakeTensorMode(allow_non_fake_inputs=True) as mode,
-            ExitStack() as stack,
-            torch.enable_grad(),
-        ):
-            for unit in self.units:
-                fakes = {
-                    place.name: nn.Parameter(
-                        torch.empty(place.shape, dtype=place.dtype, device=self.device.torch_device), place.trainable
-                    )
-                    for place in unit.layout.places
-                }
-                stack.enter_context(bound(unit, fakes, self._placeholders))
-            args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
-            with Profiler() as profiler:
-                self._profiler = profiler
-                try:
-                    self.model(*args, **kwargs)
-                finally:
-                    self._profiler = None
-        return profiler.calls
-
-    def _profile_real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
-        """A forward on real data, one unit at a time, for models whose forward looks at values."""
-        self._ensure_open(self._schedule_for((), {}))
-        with rng_kept(self.device.torch_device), all_buffers_kept(self.model), Profiler() as profiler:
-            self._profiler, self._profiling_real = profiler, True
-            try:
-                self.model(*args, **kwargs)
-            finally:
-                self._profiler, self._profiling_real = None, False
-        return profiler.calls
-
     # The user's forward #
 
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._profiler is not None:
+        if self.schedules.is_profiling:
             return None
         if not torch.is_grad_enabled():
             if not self._in_step:
@@ -308,7 +223,7 @@ class Session:
             )
         self.settle()
         self._refuse_half_done()
-        schedule = self._schedule_for(args, kwargs)
+        schedule = self.schedules.of(args, kwargs, self.is_open)
         plan = schedule.plan
         wary = plan.placement.speculates and self._unclipped < _CALM_STEPS
         if schedule.calls_beside or (self._due is not None and self._due.sweeping and not wary):
@@ -359,6 +274,9 @@ class Session:
     def settle(self) -> None:
         """Give up a forward that no backward followed, or a step that failed, and let a backward's updates come to
         rest. Raises what a lane raised."""
+        for graph in self._graphs:
+            graph.close()
+        self._graphs = []
         if self._executor is None:
             return
         if not self._in_step:
@@ -443,17 +361,8 @@ class Session:
         chunk_rows: int = 0,
     ) -> Any:
         """A unit's member was called, by the user's forward or by the loss."""
-        if self._profiler is not None:
-            if not torch.is_grad_enabled():
-                self._calls_beside = True
-                if not self._profiling_real:
-                    return function(*args, **kwargs)
-                with self._on_demand(unit):
-                    return function(*args, **kwargs)
-            if self._profiling_real:
-                with self._on_demand(unit):
-                    return self._profiler.call(unit, member, function, args, kwargs, kind, chunk_rows)
-            return self._profiler.call(unit, member, function, args, kwargs, kind, chunk_rows)
+        if self.schedules.is_profiling:
+            return self.schedules.profile_call(unit, member, function, args, kwargs, kind, chunk_rows)
         if not torch.is_grad_enabled():
             with self._on_demand(unit) as slot:
                 result = function(*args, **kwargs)
@@ -540,15 +449,41 @@ class Session:
         worker.step.fresh.add(op.unit)
         return grads
 
-    def keeps_graph(self, index: int) -> bool:
-        """Whether what autograd saves in the forward of a call stays on the device."""
-        return self._plan().placement.acts[index] == KEPT
+    def new_graph(
+        self,
+        index: int,
+        call: FlatCall,
+        tensors: list[torch.Tensor],
+        slot: torch.Tensor,
+        weights: dict[str, torch.Tensor],
+    ) -> Graph | None:
+        """What takes all that autograd saves in the forward of a call; None where it is recomputed."""
+        acts, own = self._plan().placement.acts[index], self.shape(index).acts
+        if not keeps_all(acts):
+            return None
+        shared = [tensor for hole, tensor in zip(call.holes, tensors, strict=True) if hole not in own]
+        graph = Graph(slot, weights, tensors, shared, moves=act_tier(acts) != "device")
+        self._graphs.append(graph)
+        return graph
+
+    def keep_graph(self, index: int, graph: Graph) -> list[torch.Tensor | StoredInput]:
+        """Hand what autograd saved to the activation store, where that is not the device."""
+        plan, schedule = self._plan(), self.schedule
+        if schedule is not None and act_tier(plan.placement.acts[index]) != "device":
+            _, worker = self._parts()
+            capacity = stored_bytes(schedule.profile.calls[index], plan.placement.acts[index])
+            worker.step.acts[index] = graph.release(capacity)
+        return []
+
+    def moved(self, index: int) -> torch.Tensor | None:
+        """The slab that what was kept of a call has come back to; None where it never left."""
+        return self._pools().buffer(f"as{index}") if act_tier(self._plan().placement.acts[index]) != "device" else None
 
     def keep_inputs(self, index: int, call: FlatCall, tensors: list[torch.Tensor]) -> list[torch.Tensor | StoredInput]:
         """Hand the call's own inputs to the activation store; what is returned stays with autograd."""
         _, worker = self._parts()
         shape = self.shape(index)
-        if not moves_input(self._plan().placement.acts[index]) or not shape.acts:
+        if act_tier(self._plan().placement.acts[index]) == "device" or not shape.acts:
             return [tensor.detach() for tensor in tensors]
         own = [hole in shape.acts for hole in call.holes]
         worker.step.acts[index] = [
@@ -703,14 +638,3 @@ class Session:
 
 def _nothing() -> None:
     """Nobody waits for it."""
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
-
-
-def _signature(batch: Any) -> Any:
-    leaves, spec = tree_flatten(batch)
-    return spec, tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
-    )

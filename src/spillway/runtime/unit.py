@@ -9,7 +9,6 @@ from torch.utils._pytree import tree_unflatten
 
 from spillway.runtime.calls import (
     FlatCall,
-    Graph,
     PassedThrough,
     flatten_call,
     run_backward,
@@ -74,9 +73,12 @@ class _UnitFunction(torch.autograd.Function):
             for tensor, need in zip(tensors, needs_grad, strict=True)
         ]
         with session.forward_of(index) as (slot, weights):
-            graph = Graph(slot, weights) if session.keeps_graph(index) else None
+            graph = session.new_graph(index, call, marked, slot, weights)
             leaves, box["spec"], replay = run_forward(call, shape, marked, session.device.torch_device, slot, graph)
-            kept = session.keep_inputs(index, call, list(tensors))
+            if graph is None:
+                kept = session.keep_inputs(index, call, list(tensors))
+            else:
+                kept = session.keep_graph(index, graph)
         outputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         box["leaves"] = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))
@@ -91,10 +93,12 @@ class _UnitFunction(torch.autograd.Function):
         session.check_current(step_number)
         shape, device = session.shape(index), session.device.torch_device
         with session.backward_of(index) as (slot, weights):
-            tensors = session.bring_inputs(index, kept)
             if graph is not None:
-                found = run_kept_backward(call, shape, tensors, list(grads), graph, slot, weights)
+                graph.bring_back(slot, weights, session.moved(index))
+                found = run_kept_backward(call, shape, list(grads), graph)
+                graph.close()
             else:
+                tensors = session.bring_inputs(index, kept)
                 found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, device)
         ctx.step = None
         return (None, None, None, None, None, *found)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+PAGE = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class UnitProfile:
@@ -25,6 +27,12 @@ class CallProfile:
     saved_bytes: int  # what autograd would save inside the unit, whole batch
     kind: str = "FORWARD"  # or "LOSS": the head and the chunked cross-entropy in one
     chunks: int = 1  # micro-batches, or pieces of the loss
+    saved_count: int = 0  # tensors that `saved_bytes` are of
+
+    @property
+    def kept_bytes(self) -> int:
+        """Room for input and all that autograd saves, each tensor at a whole page."""
+        return self.act_bytes + self.saved_bytes // PAGE * PAGE + PAGE * (self.saved_count + 1) * self.chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,25 @@ KINDS = (
 LANES = ("compute", "upload", "download", "read", "write", "update")
 GROUPS = ("weight", "grad", "state", "act", "none")
 TIERS = ("device", "host", "disk")
-# What becomes of a call's activations: all that autograd saves stays on the device; or only the input is stored, in a
-# tier, and the rest recomputed.
-KEPT = "kept"
-ACTIVATIONS = ("auto", "recompute", "keep")
+# What becomes of what a call's backward needs: its input stays in a tier and the rest is recomputed; or all that
+# autograd saves is kept there.
+ACTIVATIONS = ("auto", "recompute", "keep", "host", "disk")
 UPDATE_MODES = ("serial", "overlap", "deferred")
 
 
-def moves_input(acts: str) -> bool:
-    """Whether a call's input leaves the device between forward and backward."""
-    return acts in ("host", "disk")
+def kept_in(tier: str) -> str:
+    """The word for a call all of whose activations are kept in a tier."""
+    return f"kept on {tier}"
+
+
+def keeps_all(acts: str) -> bool:
+    """Whether nothing is recomputed."""
+    return acts.startswith("kept on ")
+
+
+def act_tier(acts: str) -> str:
+    """Where what is kept lies between forward and backward."""
+    return acts.removeprefix("kept on ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ class Placement:
     """Every free variable of a plan; lowering turns it into operations without further choices."""
 
     units: tuple[UnitPlacement, ...]
-    acts: tuple[str, ...]  # per call: KEPT, or the tier of its input
+    acts: tuple[str, ...]  # per call: the tier of its input, or kept_in(tier)
     update: str  # one of UPDATE_MODES
     clip: bool  # the exact global norm is needed before the first update
     accumulation: int  # backward calls per optimizer step

@@ -12,7 +12,7 @@ from spillway.plan.search import extents_of_units
 from spillway.spec.errors import DiskError, invariant
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import KeepPoints, Plan
+from spillway.spec.plan import KeepPoints, Plan, act_tier
 from spillway.store.arena import Arena, SlabPools
 from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Extent, Geometry, StripedDisk
@@ -134,10 +134,12 @@ class PlacedStore:
         """Room on disk for the unit inputs that go there, per call."""
         extents: dict[int, Extent] = {}
         at = self._act_base
-        for index, (call, tier) in enumerate(zip(profile.calls, plan.placement.acts, strict=True)):
-            if tier == "disk" and call.act_bytes:
-                extents[index] = Extent(at, call.act_bytes)
-                at += call.act_bytes
+        names = SlabNames(profile, plan.placement)
+        for index, acts in enumerate(plan.placement.acts):
+            size = names.act_bytes(index)
+            if act_tier(acts) == "disk" and size:
+                extents[index] = Extent(at, size)
+                at += size
         if extents:
             self.homes.need_disk().reserve(at)
         return extents

@@ -1,0 +1,146 @@
+"""What autograd recorded of a call, kept from its forward to its backward: on the device, or elsewhere meanwhile."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from spillway.spec.sizes import align
+from spillway.store.arena import PAGE
+
+_SLOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """An output to differentiate, without its values; `edge` is None where it needs no gradient."""
+
+    edge: GradientEdge | None
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, output: torch.Tensor) -> "Root":
+        """Of a tensor."""
+        return cls(get_gradient_edge(output) if output.requires_grad else None, output.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """All that is kept of a tensor whose bytes are elsewhere: which storage (or the slot), and where in it."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: Any
+    byte_offset: Any
+
+
+class Graph:
+    """The graph of one call, micro-batch by micro-batch.
+
+    Weights are not kept: their slot serves other units before backward. With `moves`, neither are the bytes of other
+    tensors: `release` gives them away, `bring_back` tells where they are again. `shared`: inputs that others keep, too.
+    """
+
+    def __init__(
+        self,
+        slot: torch.Tensor,
+        leaves: dict[str, torch.Tensor],
+        inputs: list[torch.Tensor],
+        shared: list[torch.Tensor],
+        moves: bool,
+    ) -> None:
+        self.shapes = [tensor.shape for tensor in inputs]
+        self._moves = moves
+        self._leaves = leaves
+        self._slot_address = _address(slot)
+        self._slot_start = slot.storage_offset()
+        self._shared = {_address(tensor) for tensor in shared}
+        self._numbers: dict[int, int] = {}  # address of a storage that is held -> its number
+        self._held: dict[int, torch.Tensor] = {}  # number -> its bytes, while they are on the device
+        self._offsets: dict[int, int] = {}  # number -> where its bytes lie in the slab
+        self._slab: torch.Tensor | None = None
+        self._slot: torch.Tensor | None = None
+        self._inputs: list[list[torch.Tensor]] = []
+        self._roots: list[list[Root]] = []
+
+    # Forward #
+
+    def pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Place":
+        """What autograd keeps of a tensor."""
+        address = _address(tensor)
+        start = tensor.storage_offset() * tensor.itemsize
+        if address == self._slot_address:
+            return _Place(_SLOT, tensor.dtype, tensor.shape, tensor.stride(), start - self._slot_start)
+        if not self._moves or address in self._shared or not tensor.numel():
+            return tensor.detach()
+        number = self._numbers.setdefault(address, len(self._numbers))
+        if number not in self._held:
+            self._held[number] = _bytes_of(tensor)
+        return _Place(number, tensor.dtype, tensor.shape, tensor.stride(), start)
+
+    def note(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """A micro-batch is computed."""
+        self._inputs.append(inputs)
+        self._roots.append([Root.of(output) for output in outputs])
+
+    def release(self, capacity: int) -> list[torch.Tensor]:
+        """Bytes to be moved away, in the order in which they will lie at whole pages of a slab of `capacity` bytes.
+        What does not fit (a kernel that saves more than the profiled one) stays."""
+        moved, at = [], 0
+        for number, content in list(self._held.items()):
+            size = align(content.numel(), PAGE)
+            if at + size <= capacity:
+                self._offsets[number] = at
+                moved.append(self._held.pop(number))
+                at += size
+        for inputs in self._inputs:
+            for tensor in inputs:
+                if _address(tensor) not in self._shared:
+                    # Autograd needs the leaf for its gradient only, and looks at nothing but its shape.
+                    tensor.data = tensor.new_empty(1).expand(tensor.shape) if tensor.numel() else tensor.data
+        return moved
+
+    # Backward #
+
+    def bring_back(self, slot: torch.Tensor, leaves: dict[str, torch.Tensor], slab: torch.Tensor | None) -> None:
+        """The unit is in a slot again, what was moved in a slab; gradients are summed where those of `leaves` point."""
+        self._slot, self._slab = slot, slab
+        for name, leaf in self._leaves.items():
+            leaf.grad = leaves[name].grad
+
+    def unpack(self, kept: "torch.Tensor | _Place") -> torch.Tensor:
+        """The tensor again."""
+        if isinstance(kept, torch.Tensor):
+            return kept
+        base = self._slot if kept.storage == _SLOT else self._held.get(kept.storage, self._slab)
+        if base is None:
+            raise AssertionError("a tensor is wanted before it was brought back")
+        start = base.storage_offset() + self._offsets.get(kept.storage, 0)
+        empty = torch.empty(0, dtype=kept.dtype, device=base.device)
+        offset = (start + kept.byte_offset) // kept.dtype.itemsize
+        return empty.set_(base.untyped_storage(), offset, kept.shape, kept.stride)
+
+    def take(self, index: int) -> tuple[list[torch.Tensor], list[Root]]:
+        """Inputs and outputs of a micro-batch, which are then forgotten here."""
+        found = self._inputs[index], self._roots[index]
+        self._inputs[index], self._roots[index] = [], []
+        return found
+
+    def close(self) -> None:
+        """Backward is over, or will not come: let go of everything. Autograd's nodes hold this object and it holds
+        them, so nobody else would."""
+        self._slot = self._slab = None
+        self._inputs, self._roots, self._held = [], [], {}
+        for leaf in self._leaves.values():
+            leaf.grad = None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,0 +1,174 @@
+"""A plan for every shape of batch: what a forward on it would call, learnt without computing it."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from spillway.model.binding import bound
+from spillway.model.profile import CallRecord, CallShape, Profiler, batch_rows, grow_batch, model_profile, shapes_of
+from spillway.model.units import Unit
+from spillway.runtime.buffers import all_buffers_kept
+from spillway.runtime.calls import rng_kept
+from spillway.spec.errors import UsageError
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The plan for batches of one shape."""
+
+    plan: Plan
+    profile: ModelProfile
+    shapes: tuple[CallShape, ...]
+    calls_beside: bool  # units are also called without gradients, which the list knows nothing of
+
+
+# Makes the plan for a profile; the second argument tells whether units already rest where an earlier plan put them.
+Planner = Callable[[ModelProfile, bool], Plan]
+# Gets the function that profiles one forward and returns what it gave, trying what it may.
+Trial = Callable[[Callable[[], list[CallRecord]]], list[CallRecord]]
+
+
+class Schedules:
+    """Profiles each new shape of batch once, on fake tensors, or on real ones where the forward looks at values."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: tuple[Unit, ...],
+        device: torch.device,
+        placeholders: dict[str, nn.Parameter],
+        planner: Planner,
+        micro_batch: int | None,
+        open_empty: Callable[[], None],
+        on_demand: Callable[[int], AbstractContextManager[torch.Tensor]],
+    ) -> None:
+        """`open_empty`: brings weights to rest before any batch is known. `on_demand`: a unit by itself."""
+        self.trials: list[Trial] = []
+        self._model = model
+        self._units = units
+        self._device = device
+        self._placeholders = placeholders
+        self._planner = planner
+        self._micro_batch = micro_batch
+        self._open_empty = open_empty
+        self._on_demand = on_demand
+        self._known: dict[Any, Schedule] = {}
+        self._profiler: Profiler | None = None
+        self._is_real = False
+        self._calls_beside = False
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_open: bool) -> Schedule:
+        """The schedule for batches like this one. Raises UsageError and PlanInfeasible."""
+        signature = _signature((args, kwargs))
+        known = self._known.get(signature)
+        if known is None:
+            self._calls_beside = False
+            tensors = _tensors((args, kwargs))
+            calls, shapes = self._profile(args, kwargs) if tensors else ([], ())
+            tokens = max((leaf.numel() for leaf in tensors if not leaf.is_floating_point()), default=0)
+            profile = model_profile(self._units, calls, shapes, tokens)
+            known = Schedule(self._planner(profile, is_open), profile, shapes, self._calls_beside)
+            self._known[signature] = known
+        return known
+
+    @property
+    def is_profiling(self) -> bool:
+        """Whether the forward under way is one of ours."""
+        return self._profiler is not None
+
+    def profile_call(
+        self,
+        unit: int,
+        member: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kind: str,
+        chunk_rows: int,
+    ) -> Any:
+        """A unit's member was called while profiling."""
+        if self._profiler is None:
+            raise AssertionError("no forward is being profiled")
+        with ExitStack() as stack:
+            if self._is_real:
+                stack.enter_context(self._on_demand(unit))
+            if torch.is_grad_enabled():
+                return self._profiler.call(unit, member, function, args, kwargs, kind, chunk_rows)
+            self._calls_beside = True
+            return function(*args, **kwargs)
+
+    def _profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[CallRecord], tuple[CallShape, ...]]:
+        rows = batch_rows((args, kwargs))
+        try:
+            calls = self._try(lambda: self._profile_fake(args, kwargs))
+            grown = None
+            if self._micro_batch is not None and self._micro_batch < rows:
+                grown = self._profile_fake(*grow_batch((args, kwargs)))
+        except UsageError:
+            raise
+        except Exception as error:
+            if self._micro_batch is not None and self._micro_batch < rows:
+                raise UsageError(
+                    f"the forward of {type(self._model).__name__} depends on the values of its tensors ({error}), so "
+                    f"it cannot be cut into micro-batches: leave micro_batch out"
+                ) from error
+            calls, grown = self._try(lambda: self._profile_real(args, kwargs)), None
+        return calls, shapes_of(calls, grown, rows, self._micro_batch)
+
+    def _try(self, profile: Callable[[], list[CallRecord]]) -> list[CallRecord]:
+        for attempt in self.trials:
+            return attempt(profile)
+        return profile()
+
+    def _profile_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
+        with (
+            rng_kept(self._device),
+            all_buffers_kept(self._model),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            ExitStack() as stack,
+            torch.enable_grad(),
+        ):
+            for unit in self._units:
+                fakes = {
+                    place.name: nn.Parameter(
+                        torch.empty(place.shape, dtype=place.dtype, device=self._device), place.trainable
+                    )
+                    for place in unit.layout.places
+                }
+                stack.enter_context(bound(unit, fakes, self._placeholders))
+            args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+            return self._record(args, kwargs, is_real=False)
+
+    def _profile_real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
+        """A forward on real data, one unit at a time, for models whose forward looks at values."""
+        self._open_empty()
+        with rng_kept(self._device), all_buffers_kept(self._model):
+            return self._record(args, kwargs, is_real=True)
+
+    def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_real: bool) -> list[CallRecord]:
+        with Profiler() as profiler:
+            self._profiler, self._is_real = profiler, is_real
+            try:
+                self._model(*args, **kwargs)
+            finally:
+                self._profiler, self._is_real = None, False
+        return profiler.calls
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _signature(batch: Any) -> Any:
+    leaves, spec = tree_flatten(batch)
+    return spec, tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+    )
