@@ -68,36 +68,52 @@ class SlabNames:
         sizes: dict[str, int] = {}
         counts: dict[str, int] = {}
 
-        def need(name: str, tier: str, slab_bytes: int, most: int, times: int = 1) -> None:
+        def need(name: str, tier: str, slab_bytes: int, most: int, times: int) -> None:
             tiers[name] = tier
             sizes[name] = max(sizes.get(name, 0), slab_bytes)
             counts[name] = min(counts.get(name, 0) + times, most)
 
         plan, every = self._placement, len(self._model.calls)
         grad_slots = self._grad_slots_needed()
-        for index, unit in enumerate(self._model.units):
-            where = plan.units[index]
+        for index, times in self._distinct_units():
+            unit, where = self._model.units[index], plan.units[index]
             trained = unit.num_trainable > 0 and where.states != "device"
             if where.weights != "device":
-                need(self.slot(index), "device", unit.weight_bytes, plan.window)
+                need(self.slot(index), "device", unit.weight_bytes, plan.window, times)
             if where.weights == "disk":
-                need(self.weight(index), "host", unit.weight_bytes, 2)
+                need(self.weight(index), "host", unit.weight_bytes, 2, times)
             if trained and index != self._model.resident_unit:
-                need(self.grad_slot(index), "device", unit.grad_bytes, grad_slots)
+                need(self.grad_slot(index), "device", unit.grad_bytes, grad_slots, times)
             if trained and self.lands_in_slab(index):
-                need(self.grad(index), "host", unit.grad_bytes, 2)
+                need(self.grad(index), "host", unit.grad_bytes, 2, times)
             if where.weights == "device" and where.states == "disk" and trained:
-                need("refresh", "host", unit.weight_bytes, 1)
+                need("refresh", "host", unit.weight_bytes, 1, times)
             if trained and "disk" in (where.states, where.weights, where.grads):
                 elements = min(plan.subgroup, unit.num_trainable)
                 slab = state_slab_bytes(elements, self._model.update_bytes)
-                need("state", "host", slab, plan.state_slabs, -(-unit.num_trainable // plan.subgroup))
-        for index, call in enumerate(self._model.calls):
-            tier, size = act_tier(plan.acts[index]), stored_bytes(call, plan.acts[index])
+                need("state", "host", slab, plan.state_slabs, times * -(-unit.num_trainable // plan.subgroup))
+        for index, times in self._distinct_calls():
+            tier, size = act_tier(plan.acts[index]), self.act_bytes(index)
             if tier != "device" and size:
-                need(self.act(index), "host", size, every if tier == "host" else 3)
-                need(self.act_slot(index), "device", size, 2)
+                need(self.act(index), "host", size, every if tier == "host" else 3, times)
+                need(self.act_slot(index), "device", size, 2, times)
         return tuple(Pool(name, tiers[name], sizes[name], counts[name]) for name in tiers)
+
+    def _distinct_units(self) -> list[tuple[int, int]]:
+        """The first of the units that are alike in size and place, and how many they are: most of a model are."""
+        kinds: dict[object, list[int]] = {}
+        for index, (unit, where) in enumerate(zip(self._model.units, self._placement.units, strict=True)):
+            resident = index == self._model.resident_unit
+            kind = (where, resident, unit.weight_bytes, unit.grad_bytes, unit.num_trainable)
+            kinds.setdefault(kind, []).append(index)
+        return [(alike[0], len(alike)) for alike in kinds.values()]
+
+    def _distinct_calls(self) -> list[tuple[int, int]]:
+        """The same of calls."""
+        kinds: dict[object, list[int]] = {}
+        for index, (call, acts) in enumerate(zip(self._model.calls, self._placement.acts, strict=True)):
+            kinds.setdefault((acts, call.act_bytes, call.saved_bytes, call.chunks), []).append(index)
+        return [(alike[0], len(alike)) for alike in kinds.values()]
 
     def _grad_slots_needed(self) -> int:
         """Two, so that a download overlaps the next backward, and one for every unit whose calls lie apart."""

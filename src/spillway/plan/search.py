@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from spillway.plan.bounds import lower_bound
 from spillway.plan.check import check
 from spillway.plan.lower import lower, lower_step
 from spillway.plan.memory import peaks
@@ -91,7 +92,8 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
     if not model.calls:
         # Nothing is known yet of what activations take: half of what is left stays theirs.
         planner = _Planner(model, hardware, _half_of(budget), request)
-    best, *_ = _fastest(model, hardware, planner.fillings(planner.deepest()))
+    fillings = list(planner.fillings(planner.deepest()))
+    best = min(fillings, key=lambda found: lower_bound(model, found.placement, hardware))
     best, seconds, bottleneck = _fastest(model, hardware, planner.variants(best))
     plan = lower(model, best.placement)
     check(plan)
@@ -173,6 +175,9 @@ class _Planner:
             yield filled
             return
         kept = self._keep_in(filled, "device", 1.0)
+        if self._keeps_every_call(kept):
+            yield kept
+            return
         if wanted == "auto" or not may_move:
             yield kept
         if may_move:
@@ -183,6 +188,10 @@ class _Planner:
             yield self._keep_in(kept, "host", share)
         if may_move:
             yield self._fill(self._keep_in(self._keep_in(lowest, "device", 1.0), "host", 1.0))
+
+    def _keeps_every_call(self, candidate: _Candidate) -> bool:
+        pairs = zip(self._model.calls, candidate.placement.acts, strict=True)
+        return all(keeps_all(acts) for call, acts in pairs if call.kind == "FORWARD")
 
     def _keep_in(self, candidate: _Candidate, tier: str, share: float) -> _Candidate:
         """Keep what autograd saves of some of the calls that are still recomputed, where it fits; the last calls first,
@@ -283,16 +292,7 @@ class _Planner:
 
     def _candidate(self, placement: Placement, deferred: Collection[int] = ()) -> _Candidate:
         if self._request.fixed is None:
-            placement = replace(
-                placement,
-                units=tuple(
-                    replace(
-                        where,
-                        defers=where.states != "none" and (unit in deferred or self._must_defer(placement, where)),
-                    )
-                    for unit, where in enumerate(placement.units)
-                ),
-            )
+            placement = replace(placement, units=tuple(self._with_deferring(placement, deferred)))
         pools = SlabNames(self._model, placement).all()
         stored = self._request.has_store
         extents = extents_of_units(placement, self._request.keep) if stored else (0,) * len(placement.units)
@@ -316,6 +316,11 @@ class _Planner:
             variant = self._candidate(replace(placement, update=update), left)
             if self._fits(variant):
                 yield variant
+
+    def _with_deferring(self, placement: Placement, deferred: Collection[int]) -> Iterator[UnitPlacement]:
+        for unit, where in enumerate(placement.units):
+            defers = where.states != "none" and (unit in deferred or self._must_defer(placement, where))
+            yield where if where.defers == defers else replace(where, defers=defers)
 
     def _must_defer(self, placement: Placement, where: UnitPlacement) -> bool:
         """Whether a unit leaves its update to the next forward: as all do, or because a guess could not be taken back:
