@@ -3,19 +3,21 @@
 from spillway.plan.pools import stored_bytes
 from spillway.plan.updates import state_traffic
 from spillway.spec.hardware import HardwareSpec
-from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Placement, act_tier, keeps_all
+from spillway.spec.model import ModelProfile, UnitProfile
+from spillway.spec.plan import Placement, UnitPlacement, act_tier, keeps_all
 
 
 def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> float:
     """Seconds of the busiest resource in one forward and backward with its update: each lane has its bytes or FLOPs and
     its rate; a drive that reads and writes at once keeps `disk_together` of each rate; where the cores are shared, all
     that runs on them adds up. (LoHan's and Fuyou's maxima, for any placement.)"""
+    used = {call.unit for call in model.calls} | {model.resident_unit}
+    units = [pair for index, pair in enumerate(zip(model.units, placement.units, strict=True)) if index in used]
     seconds = {
         "compute": _flops(model, placement) / hardware.device_flops_per_s,
-        "update": sum(unit.num_trainable for unit in model.units) / hardware.update_params_per_s,
+        "update": sum(unit.num_trainable for unit, _ in units) / hardware.update_params_per_s,
     }
-    bytes_of = _traffic(model, placement)
+    bytes_of = _traffic(model, placement, units)
     rates = {
         "read": hardware.read_bytes_per_s,
         "write": hardware.write_bytes_per_s,
@@ -34,21 +36,20 @@ def _flops(model: ModelProfile, placement: Placement) -> float:
     return sum((3 if keeps_all(acts) else 4) * call.flops for call, acts in pairs)
 
 
-def _traffic(model: ModelProfile, placement: Placement) -> dict[str, float]:
+def _traffic(
+    model: ModelProfile, placement: Placement, units: list[tuple[UnitProfile, UnitPlacement]]
+) -> dict[str, float]:
     """Bytes that every copying lane moves at least: what is in the window at the turn to backward is not fetched again,
     and weights on disk that a deferred update hands over are not read for forward."""
     moved = dict.fromkeys(("read", "write", "upload", "download"), 0.0)
-    streamed = [(unit.weight_bytes, where) for unit, where in zip(model.units, placement.units, strict=True)]
-    stay = sum(
-        sorted((size for size, where in streamed if where.weights != "device"), reverse=True)[: placement.window]
-    )
+    streamed = [(unit.weight_bytes, where) for unit, where in units if where.weights != "device"]
+    stay = sum(sorted((size for size, _ in streamed), reverse=True)[: placement.window])
     for size, where in streamed:
-        if where.weights != "device":
-            moved["upload"] += 2 * size
+        moved["upload"] += 2 * size
         if where.weights == "disk":
             moved["read"] += size if where.defers else 2 * size
     moved["upload"], moved["read"] = max(moved["upload"] - stay, 0.0), max(moved["read"] - stay, 0.0)
-    for unit, where in zip(model.units, placement.units, strict=True):
+    for unit, where in units:
         if where.states == "none":
             continue
         read, written = state_traffic(where, unit.weight_bytes, unit.state_bytes, unit.grad_bytes)
