@@ -61,9 +61,13 @@ class Run:
             self.optimizer.step()
         return self
 
-    def end(self) -> dict[str, torch.Tensor]:
+    def save(self, background: bool = False) -> None:
         parts = prepared(self.model)
-        parts.points.save(parts.session.store, self.optimizer.num_steps)
+        parts.session.come_to_rest()
+        parts.points.save(parts.session.store, self.optimizer.num_steps, background)
+
+    def end(self) -> dict[str, torch.Tensor]:
+        self.save()
         found = read_parameters(self.model)
         spillway.close(self.model)
         return found
@@ -232,7 +236,7 @@ def test_a_point_saved_in_the_background_is_the_state_of_its_step(
     for step in range(1, 6):
         run.train(step)
         parts = prepared(run.model)
-        parts.points.save(parts.session.store, step, background=True)
+        run.save(background=True)
         assert parts.points.pending is not None, "it was not written in the background"
         assert parts.points.saved_step == step - 1
     spillway.close(run.model)
@@ -285,12 +289,10 @@ def test_a_drive_that_holds_a_part_of_another_run_is_never_emptied(
 
 def test_a_point_is_not_saved_twice(tmp_path: Path) -> None:
     run = Run(tmp_path, states="host", weights="disk").train(2)
-    parts = prepared(run.model)
-    parts.points.save(parts.session.store, 2, background=True)
-    parts.points.save(parts.session.store, 2)
-    assert [point.step for point in parts.points.found] == [2]
-    run.train(5)
-    parts.points.save(parts.session.store, 5)
+    run.save(background=True)
+    run.save()
+    assert [point.step for point in run.points.found] == [2]
+    run.train(5).save()
     run.train(8).end()
     assert [step for step, _ in manifest_files(tmp_path)] == [8, 5]
     flip_bit(tmp_path, 1, 4096)

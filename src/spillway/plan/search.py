@@ -40,6 +40,8 @@ _WORTHWHILE_SHARE = 0.25
 _DEFERRED_SHARES = (0.25, 0.5, 1.0)
 # Of the calls whose activations are not kept on the device: for how many they are moved to host memory and back.
 _SWAPPED_SHARES = (0.5, 1.0)
+# Of the ways to fill memory, the best by their bounds.
+_SIMULATED = 3
 # Smaller parts may fit where one did not; after so many of a kind no more are tried.
 _MISSES = 3
 
@@ -92,8 +94,10 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
     if not model.calls:
         # Nothing is known yet of what activations take: half of what is left stays theirs.
         planner = _Planner(model, hardware, _half_of(budget), request)
-    fillings = list(planner.fillings(planner.deepest()))
-    best = min(fillings, key=lambda found: lower_bound(model, found.placement, hardware))
+    fillings = sorted(
+        planner.fillings(planner.deepest()), key=lambda found: lower_bound(model, found.placement, hardware)
+    )
+    best, *_ = _fastest(model, hardware, fillings[:_SIMULATED])
     best, seconds, bottleneck = _fastest(model, hardware, planner.variants(best))
     plan = lower(model, best.placement)
     check(plan)
