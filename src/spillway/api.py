@@ -299,7 +299,10 @@ def close(model: nn.Module) -> None:
     parts = prepared(model)
     try:
         if parts.session.is_running:
-            parts.session.come_to_rest()
+            if parts.session.awaits_step:
+                parts.session.settle()
+            else:
+                parts.session.come_to_rest()
             parts.points.settle(parts.session.store)
     finally:
         parts.session.close()
@@ -309,6 +312,8 @@ def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter as it is at rest, whole, on the CPU: for small models and for tests."""
     session = prepared(model).session
     session.come_to_rest()
+    if not session.is_intact:
+        raise UsageError("a step failed after it had changed weights in memory: resume from the last saved point")
     if not session.is_open:
         session.open()
     return {

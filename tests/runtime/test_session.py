@@ -1,6 +1,12 @@
 """Updates that belong to the next forward come to rest whatever the user does instead of it."""
 
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +15,9 @@ from torch import nn
 import models
 import spillway
 from spillway.api import close, prepared, read_parameters, save_point
-from spillway.spec.errors import UsageError
+from spillway.checkpoint import points
+from spillway.spec.errors import DiskError, UsageError
+from spillway.store.disk import StripedDisk
 
 PLACES = ("disk", "host")
 
@@ -201,4 +209,161 @@ def test_a_gradient_that_is_not_finite_leaves_the_step_before_it_intact(tmp_path
     assert equal(read_parameters(model), one)
     with pytest.raises(UsageError):
         optimizer.step()
+    close(model)
+
+
+class PartlyFrozen(nn.Module):
+    """Its vectors are padded to whole lines, by as many elements as are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 7) * 0.3, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x[:, :7] @ self.weight.T + self.bias)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PartlyFrozen() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_frozen_parts_of_a_unit_are_fetched_with_a_deferred_update(tmp_path: Path) -> None:
+    losses: dict[str, list[float]] = {}
+    for update in ("serial", "deferred"):
+        torch.manual_seed(0)
+        model, optimizer = spillway.prepare(
+            Stack(), spillway.AdamW(lr=1e-2), store=tmp_path / update, update=update, weights="disk", states="disk"
+        )
+        for number in range(4):
+            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number)))
+            loss.backward()
+            optimizer.step()
+            losses.setdefault(update, []).append(loss.item())
+        close(model)
+    assert losses["deferred"] == losses["serial"]
+
+
+@pytest.fixture
+def slow_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """From now on every write takes so many seconds more."""
+    write_all = StripedDisk.write_all
+
+    def slow_down(seconds: float) -> None:
+        def slowly(self: StripedDisk, *args: Any) -> None:
+            time.sleep(seconds)
+            write_all(self, *args)
+
+        monkeypatch.setattr(StripedDisk, "write_all", slowly)
+
+    return slow_down
+
+
+def on_disk(store: Path, update: str, limit: float = 1e9) -> tuple[nn.Module, Any]:
+    return spillway.prepare(
+        models.llama(),
+        spillway.AdamW(lr=1e-2, max_grad_norm=limit),
+        store=store,
+        device="cpu",
+        update=update,
+        weights="disk",
+        states="disk",
+    )
+
+
+def step(model: nn.Module, optimizer: Any, number: int = 0) -> None:
+    model(**models.batch("llama", number)).loss.backward()
+    optimizer.step()
+
+
+def test_an_evaluation_between_forward_and_backward_sees_the_weights_of_that_forward(
+    tmp_path: Path, slow_writes: Callable[[float], None]
+) -> None:
+    model, optimizer = on_disk(tmp_path, "deferred")
+    slow_writes(0.03)
+    step(model, optimizer)
+    loss = model(**models.batch("llama", 0)).loss
+    with torch.no_grad():
+        seen = model(**models.batch("llama", 0)).loss
+    assert seen.item() == loss.item()
+    loss.backward()
+    optimizer.step()
+    close(model)
+
+
+def test_an_interrupt_while_updates_come_to_rest_leaves_a_model_that_closes(
+    tmp_path: Path, slow_writes: Callable[[float], None]
+) -> None:
+    model, optimizer = on_disk(tmp_path, "deferred")
+    step(model, optimizer)
+    slow_writes(0.2)
+    model(**models.batch("llama", 1)).loss.backward()
+    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    close(model)
+    assert prepared(model).points.saved_step == 1
+
+
+def test_a_drive_that_fails_between_backward_and_step_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = on_disk(tmp_path, "deferred")
+    step(model, optimizer)
+
+    def fail(self: StripedDisk) -> None:
+        time.sleep(1)  # until backward is over
+        raise DiskError("the drive is gone")
+
+    monkeypatch.setattr(StripedDisk, "sync", fail)
+    model(**models.batch("llama", 1)).loss.backward()
+    with pytest.raises(DiskError, match="the drive is gone"):
+        read_parameters(model)
+    with pytest.raises((DiskError, UsageError)):
+        optimizer.step()
+    with pytest.raises(UsageError, match="last saved point"):
+        read_parameters(model)
+    close(model)
+
+
+def test_a_guess_that_may_be_taken_back_cannot_be_looked_at(tmp_path: Path) -> None:
+    model, optimizer = on_disk(tmp_path, "overlap")
+    for number in range(5):
+        step(model, optimizer, number)
+    model(**models.batch("llama", 6)).loss.backward()
+    with pytest.raises(UsageError, match=r"call optimizer.step\(\) first"):
+        read_parameters(model)
+    optimizer.step()
+    assert read_parameters(model)
+    close(model)
+
+
+def test_a_step_for_which_there_is_no_room_leaves_weights_in_memory_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = spillway.prepare(
+        models.llama(), spillway.AdamW(lr=1e-2, max_grad_norm=1e9), store=tmp_path, update="overlap", weights="host",
+        states="disk",
+    )  # fmt: skip
+    for number in range(5):
+        step(model, optimizer, number)
+
+    def fail(*_: object) -> None:
+        raise DiskError("the manifest cannot be written")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(points, "save_manifest", fail)
+        with pytest.raises(DiskError, match="manifest"):
+            step(model, optimizer, 5)
+    before = read_parameters(model)
+    with pytest.raises(DiskError, match="no room"):
+        step(model, optimizer, 6)
+    assert equal(read_parameters(model), before)
     close(model)

@@ -66,7 +66,7 @@ class Updates:
         """Whether the weights of a due update go to the device from where they were updated, instead of by way of the
         disk."""
         profile = self._model.units[unit]
-        whole = profile.num_trainable == profile.num_params
+        whole = profile.grad_bytes == profile.weight_bytes  # counts of elements leave padding out
         return unit in self._due and whole and self._plan.units[unit].weights == "disk"
 
     def hand_over(self, unit: int, lease: str) -> int | None:

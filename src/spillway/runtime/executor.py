@@ -35,6 +35,7 @@ class Executor:
         self._list_number = 0
         self._error: BaseException | None = None
         self._failed: Op | None = None
+        self._told = False  # of the error
         self._abandoned = True
         self._closed = False
         self._spans: list[Span] = []
@@ -60,6 +61,7 @@ class Executor:
             self._compute = [op for op in ops if op.lane == "compute"]
             self._next_compute = 0
             self._error = self._failed = None
+            self._told = False
             self._abandoned = False
             self._spans = []
             self._started = time.perf_counter()
@@ -100,8 +102,8 @@ class Executor:
     def end_compute(self, op: Op, start: float) -> None:
         """Mark the operation done; its leases carry the event that ends its work on the device."""
         event = self._device.mark()
-        self._next_compute += 1
         self._finish(op, event, start)
+        self._next_compute += 1
 
     def skip_compute(self, op: Op) -> None:
         """Pass over an operation whose computation is not needed."""
@@ -121,13 +123,19 @@ class Executor:
         return self._error is not None
 
     def run_out(self, last: Op) -> None:
-        """Return when the list has run up to `last`, without computing anything: so that what the user's forward does
-        not go on with still comes to rest. Raises what a lane raised."""
+        """Return when the list has run up to `last`, or was given up, without computing anything: so that what the
+        user's forward does not go on with still comes to rest. Raises what a lane raised."""
         while (op := self.upcoming_compute()) is not None and op.id < last.id:
             self.skip_compute(op)
         with self._changed:
-            self._changed.wait_for(lambda: self._done[last.id] or self._error is not None)
+            self._changed.wait_for(lambda: self._done[last.id] or self._abandoned)
             self._raise_failure()
+
+    def raise_untold(self) -> None:
+        """Raise what a lane raised, unless somebody was told before."""
+        with self._changed:
+            if not self._told:
+                self._raise_failure()
 
     def come_to_rest(self) -> None:
         """Return when no lane works on the list any more, whether it succeeded or failed."""
@@ -211,6 +219,8 @@ class Executor:
 
     def _finish(self, op: Op, event: object, start: float) -> None:
         with self._changed:
+            if self._done[op.id]:
+                return  # an interrupt came between this and the count of operations
             if self._pools is not None:
                 self._pools.give(op, event)
             self._done[op.id] = True
@@ -221,4 +231,5 @@ class Executor:
 
     def _raise_failure(self) -> None:
         if self._error is not None and self._failed is not None:
+            self._told = True
             raise self._error

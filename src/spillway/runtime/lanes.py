@@ -222,6 +222,8 @@ class LaneWorker:
             self._require_finite()
         slab = None if op.target == HOME else self._buffer(op.target)
         part = SlabRange(home, op.start, op.stop)
+        if slab is not None and part.is_written:
+            home.next_extent()  # that there is one is known before anything changes
         if op.unit in due.units:
             with self._device.lane("update", events):
                 self._apply(op, home, due, part.arrays(slab, self._grad_at(op, home)))

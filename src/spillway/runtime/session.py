@@ -101,6 +101,7 @@ class Session:
         self._next_call = 0
         self._backwards = 0  # of this optimizer step
         self._in_backward = False
+        self._in_forward = False
         self._buffers = BufferGuard()
         self._closed = False
         self._half_done = False  # a failed step has changed what rests in host memory
@@ -181,11 +182,15 @@ class Session:
             for path, module in unit.members:
                 original = module.forward
                 module.forward = UnitForward(self, index, path, original)
-        self._hook = self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.model.register_forward_hook(self._after_forward, always_call=True),
+        ]
 
     def undo(self, params: dict[str, nn.Parameter]) -> None:
         """Give the model its own forwards and parameters back: nothing was stored yet."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         for undo in self.on_undo:
             undo()
         for unit in self.units:
@@ -215,6 +220,9 @@ class Session:
         self._begin(args, kwargs)
         return args, kwargs
 
+    def _after_forward(self, *_: Any) -> None:
+        self._in_forward = False
+
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._backwards >= self.accumulation:
             raise UsageError(
@@ -240,6 +248,7 @@ class Session:
         self._start(plan.wary_ops if wary else plan.round_ops(self._backwards), step)
         self.step_number += 1
         self._in_step, self._in_backward, self._next_call = True, False, 0
+        self._in_forward = True
         self._await_resident()
         self._bind_resident()
 
@@ -281,13 +290,17 @@ class Session:
             return
         if not self._in_step:
             self._executor.come_to_rest()
+            if self._executor.has_failed and self._worker is not None:
+                self._half_done |= self._worker.step.is_half_done
         else:
             self._give_up()
         self._note_rest()
+        self._executor.raise_untold()
 
     def come_to_rest(self) -> None:
         """As `settle`, and carry out the updates that wait for the next forward: the store is then that of the last
-        step. Raises what a lane raised."""
+        step. Raises what a lane raised, and UsageError while a guess at a step may still have to be taken back."""
+        self._refuse_guess()
         self.settle()
         if self._due is None or self._half_done or self.schedule is None:
             return
@@ -299,9 +312,17 @@ class Session:
         except BaseException:
             executor.abandon()
             self.store.homes.forget_written()
-            self._half_done = True
+            _, worker = self._parts()
+            self._half_done |= worker.step.is_half_done
+            self._note_rest()
             raise
         self._note_rest()
+
+    def _refuse_guess(self) -> None:
+        if self.awaits_step and self._worker is not None:
+            step = self._worker.step
+            if step.may_take_back and step.applied_scale is not None:
+                raise UsageError("backward has run and the step is not finished: call optimizer.step() first")
 
     def _give_up(self) -> None:
         executor, worker = self._parts()
@@ -387,11 +408,25 @@ class Session:
         """A unit by itself, in the buffer that is given: for evaluation, generation and profiling."""
         if not self.is_open:
             self.open()
-        if not self._in_step:
+        if not self._in_step or not self._is_up_to_date():
             self.come_to_rest()
         slot = self.store.fetch(unit, beside_step=self._in_step)
         with bound(self.units[unit], weight_views(self.units[unit], slot), self._placeholders):
             yield slot
+
+    def _is_up_to_date(self) -> bool:
+        """Whether weights at rest are those of the last step; waits for that where backward may still come. Not where
+        a forward was left half way."""
+        executor, worker = self._parts()
+        commit = executor.find_late("COMMIT")
+        if commit is None or worker.step.late is None or worker.step.at_rest:
+            return True
+        following = executor.upcoming_compute()
+        if following is not None and following.id < commit.id:
+            invariant(not self._in_forward, "a unit that is called without gradients was not seen in the profile")
+            return False
+        executor.run_out(commit)
+        return True
 
     # Called by the unit function #
 
@@ -522,8 +557,11 @@ class Session:
             self._traces.append(executor.wait())
         except BaseException:
             self._in_step, self._backwards = True, 0
-            executor.abandon()
-            self._note_rest()
+            try:
+                self._run_out()
+            finally:
+                executor.abandon()
+                self._note_rest()
             raise
         self._note_rest()
         wary = worker.step.own.sweeping

@@ -79,6 +79,11 @@ class SlabRange:
         offset = 0 if part is None else part.offset
         return Extent(base.offset + offset + self._bytes(name, self._start), self._places[name][1])
 
+    @property
+    def is_written(self) -> bool:
+        """Whether an update writes anything: more than its gradient passed through the slab."""
+        return any(name != "grad" for name in self._places)
+
     def reads(self, slab: torch.Tensor) -> list[tuple[Extent, torch.Tensor]]:
         """What to read from disk, and where to in the slab."""
         home, moves = self._home, []
@@ -108,6 +113,8 @@ class SlabRange:
     def writes(self, slab: torch.Tensor) -> list[tuple[Extent, torch.Tensor]]:
         """What to write, to the extent of this step; weights that rest in host memory come from there."""
         home = self._home
+        if not self.is_written:
+            return []
         base = home.extents[home.next_extent()]
         moves = [
             (self._extent(name, base), slab[at : at + size])
@@ -123,6 +130,8 @@ class SlabRange:
     def check(self, slab: torch.Tensor, threads: int) -> None:
         """Take the checksums of what `writes` will write."""
         home = self._home
+        if not self.is_written:
+            return
         index = home.next_extent()
         for extent, content in self.writes(slab):
             home.checks[index].feed(extent.offset - home.extents[index].offset, content[: extent.num_bytes], threads)
