@@ -6,6 +6,9 @@ from spillway.plan.pools import stored_bytes
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Placement, Pool, TierPeaks, act_tier
 
+# A GPU's allocator hands out what calls keep in blocks that are rounded up and do not always fit where others were.
+_FRAGMENTED = 1.1
+
 
 @dataclass(frozen=True, slots=True)
 class Residents:
@@ -60,7 +63,8 @@ def peaks(
     device = sum(part.device for part in of_units) + working_bytes(model) + model.boundary_bytes
     pairs = zip(model.calls, placement.acts, strict=True)
     stored = [(act_tier(acts), stored_bytes(call, acts)) for call, acts in pairs]
-    device += sum(size for tier, size in stored if tier == "device")
+    on_device = sum(size for tier, size in stored if tier == "device")
+    device += on_device if device_is_host else int(_FRAGMENTED * on_device)
     # Those of two calls may be on their way to host memory.
     moving = [size for tier, size in stored if tier != "device"]
     device += 2 * max(moving, default=0)
