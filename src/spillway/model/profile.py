@@ -51,8 +51,9 @@ class CallShape:
 
 @dataclass(slots=True)
 class Profiler:
-    """Collects the calls of one forward."""
+    """Collects the calls of one forward. `weights`: storages of parameters, which autograd need not save."""
 
+    weights: set[int] = field(default_factory=set)
     calls: list[CallRecord] = field(default_factory=list)
     _flops: FlopCounterMode = field(default_factory=lambda: FlopCounterMode(display=False))
 
@@ -76,11 +77,11 @@ class Profiler:
         """Run one call and write it down."""
         inputs = _tensors_by_place((args, kwargs))
         saved: dict[Any, int] = {}
-        own = {tensor.untyped_storage()._cdata for tensor in inputs.values()}
+        elsewhere = self.weights | {storage_of(tensor) for tensor in inputs.values()}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage._cdata not in own and not isinstance(tensor, torch.nn.Parameter):
+            if storage._cdata not in elsewhere:
                 saved[storage._cdata] = storage.nbytes()
             return tensor
 
@@ -106,6 +107,11 @@ class Profiler:
         )
         self.calls.append(record)
         return result
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Tells storages apart; fake ones, which have no address, too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors_by_place(tree: Any) -> dict[int, torch.Tensor]:

@@ -44,9 +44,11 @@ def grads_at_home(placement: Placement, unit: int) -> bool:
 
 
 def working_bytes(model: ModelProfile) -> int:
-    """Device memory the busiest unit needs while it computes: what autograd saves for one micro-batch, and as much
-    again for gradients and temporaries on their way."""
-    return max((2 * call.saved_bytes // call.chunks for call in model.calls), default=0)
+    """Device memory the busiest unit needs while it computes: what autograd saves for one micro-batch, gradients of
+    weights on their way, and as much again for temporaries."""
+    return max(
+        (2 * (call.saved_bytes + model.units[call.unit].weight_bytes) // call.chunks for call in model.calls), default=0
+    )
 
 
 def peaks(

@@ -11,7 +11,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from spillway.model.binding import bound
-from spillway.model.profile import CallRecord, CallShape, Profiler, batch_rows, grow_batch, model_profile, shapes_of
+from spillway.model.profile import (
+    CallRecord,
+    CallShape,
+    Profiler,
+    batch_rows,
+    grow_batch,
+    model_profile,
+    shapes_of,
+    storage_of,
+)
 from spillway.model.units import Unit
 from spillway.runtime.buffers import all_buffers_kept
 from spillway.runtime.calls import rng_kept
@@ -99,7 +108,7 @@ class Schedules:
             raise AssertionError("no forward is being profiled")
         with ExitStack() as stack:
             if self._is_real:
-                stack.enter_context(self._on_demand(unit))
+                self._profiler.weights.add(storage_of(stack.enter_context(self._on_demand(unit))))
             if torch.is_grad_enabled():
                 return self._profiler.call(unit, member, function, args, kwargs, kind, chunk_rows)
             self._calls_beside = True
@@ -136,6 +145,7 @@ class Schedules:
             ExitStack() as stack,
             torch.enable_grad(),
         ):
+            weights: set[int] = set()
             for unit in self._units:
                 fakes = {
                     place.name: nn.Parameter(
@@ -143,18 +153,21 @@ class Schedules:
                     )
                     for place in unit.layout.places
                 }
+                weights |= {storage_of(fake) for fake in fakes.values()}
                 stack.enter_context(bound(unit, fakes, self._placeholders))
             args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
-            return self._record(args, kwargs, is_real=False)
+            return self._record(args, kwargs, Profiler(weights), is_real=False)
 
     def _profile_real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
         """A forward on real data, one unit at a time, for models whose forward looks at values."""
         self._open_empty()
         with rng_kept(self._device), all_buffers_kept(self._model):
-            return self._record(args, kwargs, is_real=True)
+            return self._record(args, kwargs, Profiler(), is_real=True)
 
-    def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_real: bool) -> list[CallRecord]:
-        with Profiler() as profiler:
+    def _record(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], profiler: Profiler, is_real: bool
+    ) -> list[CallRecord]:
+        with profiler:
             self._profiler, self._is_real = profiler, is_real
             try:
                 self._model(*args, **kwargs)
