@@ -56,10 +56,12 @@ class Schedules:
         placeholders: dict[str, nn.Parameter],
         planner: Planner,
         micro_batch: int | None,
+        is_open: Callable[[], bool],
         open_empty: Callable[[], None],
         on_demand: Callable[[int], AbstractContextManager[torch.Tensor]],
     ) -> None:
-        """`open_empty`: brings weights to rest before any batch is known. `on_demand`: a unit by itself."""
+        """`is_open`: whether weights are at rest. `open_empty`: brings them there before any batch is known.
+        `on_demand`: a unit by itself."""
         self.trials: list[Trial] = []
         self._model = model
         self._units = units
@@ -67,6 +69,7 @@ class Schedules:
         self._placeholders = placeholders
         self._planner = planner
         self._micro_batch = micro_batch
+        self._is_open = is_open
         self._open_empty = open_empty
         self._on_demand = on_demand
         self._known: dict[Any, Schedule] = {}
@@ -74,7 +77,7 @@ class Schedules:
         self._is_real = False
         self._calls_beside = False
 
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_open: bool) -> Schedule:
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
         """The schedule for batches like this one. Raises UsageError and PlanInfeasible."""
         signature = _signature((args, kwargs))
         known = self._known.get(signature)
@@ -84,7 +87,7 @@ class Schedules:
             calls, shapes = self._profile(args, kwargs) if tensors else ([], ())
             tokens = max((leaf.numel() for leaf in tensors if not leaf.is_floating_point()), default=0)
             profile = model_profile(self._units, calls, shapes, tokens)
-            known = Schedule(self._planner(profile, is_open), profile, shapes, self._calls_beside)
+            known = Schedule(self._planner(profile, self._is_open()), profile, shapes, self._calls_beside)
             self._known[signature] = known
         return known
 

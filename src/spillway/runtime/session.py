@@ -91,6 +91,7 @@ class Session:
             self._placeholders,
             planner,
             micro_batch,
+            lambda: self.is_open,
             self._open_empty,
             self._on_demand,
         )
@@ -136,7 +137,7 @@ class Session:
         kwargs = kwargs or {}
         for hook in self.batch_hooks:
             kwargs = hook(args, kwargs)
-        schedule = self.schedules.of(args, kwargs, self.is_open)
+        schedule = self.schedules.of(args, kwargs)
         self._ensure_open(schedule)
         return schedule
 
@@ -144,7 +145,7 @@ class Session:
         """What a step on this batch would be, without opening anything."""
         for hook in self.batch_hooks:
             kwargs = hook(args, kwargs)
-        return self.schedules.of(args, kwargs, self.is_open).profile
+        return self.schedules.of(args, kwargs).profile
 
     def close(self) -> None:
         """End the lanes and release memory, files and locks."""
@@ -174,7 +175,7 @@ class Session:
 
     def _open_empty(self) -> None:
         """Weights come to rest before any batch is known."""
-        self._ensure_open(self.schedules.of((), {}, self.is_open))
+        self._ensure_open(self.schedules.of((), {}))
 
     def _replace_forwards(self) -> None:
         for index, unit in enumerate(self.units):
@@ -231,7 +232,7 @@ class Session:
             )
         self.settle()
         self._refuse_half_done()
-        schedule = self.schedules.of(args, kwargs, self.is_open)
+        schedule = self.schedules.of(args, kwargs)
         plan = schedule.plan
         wary = plan.placement.speculates and self._unclipped < _CALM_STEPS
         if schedule.calls_beside or (self._due is not None and self._due.sweeping and not wary):
