@@ -14,8 +14,9 @@ from spillway.spec.errors import UsageError
 class StreamingOptimizer(torch.optim.Optimizer):
     """AdamW whose states rest in the store. Its parameters are placeholders: they have shapes and names, no values.
 
-    The update belongs to `loss.backward()`; `step()` returns when it is at rest. The learning rate in force is the one
-    in `param_groups` when the forward begins, so schedulers are stepped after `step()`, as usual.
+    The update runs during `loss.backward()`, or unit by unit in the next forward, as the plan says; `step()` ends the
+    step either way, and whatever looks at the model next sees it whole. The learning rate in force is the one in
+    `param_groups` when the forward begins, so schedulers are stepped after `step()`, as usual.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class StreamingOptimizer(torch.optim.Optimizer):
         ]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Return when this step's weights are at rest. Raises NonFinite or DiskError; the step was not kept then."""
+        """End the step: its gradients and their norm are complete, and its updates made or due. Raises NonFinite or
+        DiskError; the step was not kept then."""
         if closure is not None:
             raise UsageError("closures are not supported: call loss.backward() and then optimizer.step()")
         self.last_result = self._finish()

@@ -547,7 +547,8 @@ class Session:
     # The user's backward and step #
 
     def finish(self) -> StepResult:
-        """The optimizer step: wait for every update to be at rest. Raises what a lane raised (NonFinite, DiskError)."""
+        """The optimizer step: wait for the list to end, and note which updates the next forward has to make. Raises
+        what a lane raised (NonFinite, DiskError)."""
         if self._backwards < self.accumulation or self._in_step:
             raise UsageError(
                 f"optimizer.step() came after {self._backwards} of {self.accumulation} backward call(s): "
