@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from spillway.plan.build import HOME, NO_UNIT, WRITTEN, Builder
 from spillway.plan.pools import SlabNames
@@ -176,74 +177,25 @@ class Updates:
         read_bytes, write_bytes = state_traffic(where, profile.weight_bytes, profile.state_bytes, profile.grad_bytes)
         share = (stop - start) / profile.num_trainable
         staged = bool(read_bytes or write_bytes)
-        lease, fetched, add = f"st{unit}.{start}{'.late' if late else ''}", None, self._build.add
-        if staged:
-            spilled = self._grad_landed.get(unit) if where.grads == "disk" else None
-            fetched = add(
-                "READ",
-                "read",
-                unit,
-                "state",
-                share * read_bytes,
-                [spilled, self._committed],
-                (("state", lease),),
-                (),
-                HOME,
-                lease,
-                start=start,
-                stop=stop,
-                late=late,
-            )
+        lease, fetched = f"st{unit}.{start}{'.late' if late else ''}", None
         place = lease if staged else HOME
-        updated = add(
-            "UPDATE",
-            "update",
-            unit,
-            "state",
-            stop - start,
-            [fetched, ready],
-            (),
-            () if staged else give,
-            grads,
-            place,
-            start=start,
-            stop=stop,
-            late=late,
-        )
+        add = partial(self._build.add, start=start, stop=stop, late=late)
+        if staged:
+            deps = [self._grad_landed.get(unit) if where.grads == "disk" else None, self._committed]
+            amount, take = share * read_bytes, (("state", lease),)
+            fetched = add("READ", "read", unit, "state", amount, deps, take, (), HOME, place)
+        handed = () if staged else give
+        updated = add("UPDATE", "update", unit, "state", stop - start, [fetched, ready], (), handed, grads, place)
         self._ends.append(updated)
         if slot is not None:
+            amount, first = share * profile.weight_bytes, ((self._names.slot(unit), slot.lease),)
             slot.upload = add(
-                "UPLOAD",
-                "upload",
-                unit,
-                "weight",
-                share * profile.weight_bytes,
-                [updated],
-                ((self._names.slot(unit), slot.lease),) if start == 0 else (),
-                (),
-                lease,
-                slot.lease,
-                start=start,
-                stop=stop,
-                late=late,
+                "UPLOAD", "upload", unit, "weight", amount, [updated], () if start else first, (), place, slot.lease
             )
         if not staged:
             return updated
-        written = add(
-            "WRITE",
-            "write",
-            unit,
-            "state",
-            share * write_bytes,
-            [updated, slot.upload if slot is not None else None],
-            (),
-            (lease, *give),
-            lease,
-            HOME,
-            start=start,
-            stop=stop,
-            late=late,
-        )
+        deps = [updated, slot.upload if slot is not None else None]
+        written = add("WRITE", "write", unit, "state", share * write_bytes, deps, (), (lease, *give), place, HOME)
         self._ends.append(written)
         return updated if where.weights == "host" else written
 
