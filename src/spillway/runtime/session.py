@@ -13,31 +13,21 @@ from spillway.model.binding import bind, bound, make_placeholders
 from spillway.model.profile import CallShape
 from spillway.model.units import Unit
 from spillway.optim.update import Hyper
-from spillway.plan.pools import stored_bytes
+from spillway.runtime.activations import Activations
 from spillway.runtime.buffers import BufferGuard
-from spillway.runtime.calls import FlatCall, own_copy
+from spillway.runtime.calls import own_copy
 from spillway.runtime.device import Device
 from spillway.runtime.executor import Executor
-from spillway.runtime.graph import Graph
 from spillway.runtime.lanes import HOME, Due, LaneWorker, StepState
 from spillway.runtime.schedules import Planner, Schedule, Schedules
 from spillway.runtime.unit import UnitForward, run_in_step
 from spillway.runtime.window import bind_for_step, leaves, weight_views
 from spillway.spec.errors import UsageError, invariant
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Op, Plan, act_tier, keeps_all
-from spillway.spec.sizes import align
+from spillway.spec.plan import Op, Plan
 from spillway.spec.trace import Trace
-from spillway.store.arena import PAGE, SlabPools
+from spillway.store.arena import SlabPools
 from spillway.store.placed import PlacedStore
-
-
-@dataclass(frozen=True, slots=True)
-class StoredInput:
-    """An input of a call that waits for backward in the activation store."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -109,7 +99,7 @@ class Session:
         self._due: Due | None = None  # the last step's updates, where they belong to the next forward
         self._unclipped = 0  # steps in a row whose gradients were not clipped
         self._traces: list[Trace] = []
-        self._graphs: list[Graph] = []  # of the forward under way
+        self._activations: Activations | None = None  # of the forward under way
         self._replace_forwards()
 
     # Opening #
@@ -247,6 +237,7 @@ class Session:
             act_extents=extents,
         )
         self._start(plan.wary_ops if wary else plan.round_ops(self._backwards), step)
+        self._activations = Activations(schedule, self._pools(), step.acts)
         self.step_number += 1
         self._in_step, self._in_backward, self._next_call = True, False, 0
         self._in_forward = True
@@ -284,9 +275,9 @@ class Session:
     def settle(self) -> None:
         """Give up a forward that no backward followed, or a step that failed, and let a backward's updates come to
         rest. Raises what a lane raised."""
-        for graph in self._graphs:
-            graph.close()
-        self._graphs = []
+        if self._activations is not None:
+            self._activations.close()
+            self._activations = None
         if self._executor is None:
             return
         if not self._in_step:
@@ -438,6 +429,13 @@ class Session:
                 "backward came for the loss of an earlier forward: run loss.backward() before the next forward"
             )
 
+    @property
+    def activations(self) -> Activations:
+        """What backward needs of the calls of this forward."""
+        if self._activations is None:
+            raise AssertionError("no forward is under way")
+        return self._activations
+
     def shape(self, index: int) -> CallShape:
         """How to run a call."""
         return self._shapes()[index]
@@ -484,65 +482,6 @@ class Session:
             home.has_grad = True
         worker.step.fresh.add(op.unit)
         return grads
-
-    def new_graph(
-        self,
-        index: int,
-        call: FlatCall,
-        tensors: list[torch.Tensor],
-        slot: torch.Tensor,
-        weights: dict[str, torch.Tensor],
-    ) -> Graph | None:
-        """What takes all that autograd saves in the forward of a call; None where it is recomputed."""
-        acts, own = self._plan().placement.acts[index], self.shape(index).acts
-        if not keeps_all(acts):
-            return None
-        shared = [tensor for hole, tensor in zip(call.holes, tensors, strict=True) if hole not in own]
-        graph = Graph(slot, weights, tensors, shared, moves=act_tier(acts) != "device")
-        self._graphs.append(graph)
-        return graph
-
-    def keep_graph(self, index: int, graph: Graph) -> list[torch.Tensor | StoredInput]:
-        """Hand what autograd saved to the activation store, where that is not the device."""
-        plan, schedule = self._plan(), self.schedule
-        if schedule is not None and act_tier(plan.placement.acts[index]) != "device":
-            _, worker = self._parts()
-            capacity = stored_bytes(schedule.profile.calls[index], plan.placement.acts[index])
-            worker.step.acts[index] = graph.release(capacity)
-        return []
-
-    def moved(self, index: int) -> torch.Tensor | None:
-        """The slab that what was kept of a call has come back to; None where it never left."""
-        return self._pools().buffer(f"as{index}") if act_tier(self._plan().placement.acts[index]) != "device" else None
-
-    def keep_inputs(self, index: int, call: FlatCall, tensors: list[torch.Tensor]) -> list[torch.Tensor | StoredInput]:
-        """Hand the call's own inputs to the activation store; what is returned stays with autograd."""
-        _, worker = self._parts()
-        shape = self.shape(index)
-        if act_tier(self._plan().placement.acts[index]) == "device" or not shape.acts:
-            return [tensor.detach() for tensor in tensors]
-        own = [hole in shape.acts for hole in call.holes]
-        worker.step.acts[index] = [
-            tensor.detach().contiguous() for mine, tensor in zip(own, tensors, strict=True) if mine
-        ]
-        return [
-            StoredInput(tensor.shape, tensor.dtype) if mine else tensor.detach()
-            for mine, tensor in zip(own, tensors, strict=True)
-        ]
-
-    def bring_inputs(self, index: int, kept: list[torch.Tensor | StoredInput]) -> list[torch.Tensor]:
-        """All inputs of the call again, the stored ones as views of their slot."""
-        tensors: list[torch.Tensor] = []
-        at = 0
-        for item in kept:
-            if isinstance(item, torch.Tensor):
-                tensors.append(item)
-                continue
-            size = item.shape.numel() * item.dtype.itemsize
-            slab = self._pools().buffer(f"as{index}")
-            tensors.append(slab[at : at + size].view(item.dtype).view(item.shape))
-            at += align(size, PAGE)
-        return tensors
 
     # The user's backward and step #
 

@@ -73,12 +73,13 @@ class _UnitFunction(torch.autograd.Function):
             for tensor, need in zip(tensors, needs_grad, strict=True)
         ]
         with session.forward_of(index) as (slot, weights):
-            graph = session.new_graph(index, call, marked, slot, weights)
+            graph = session.activations.new_graph(index, call, marked, slot, weights)
             leaves, box["spec"], replay = run_forward(call, shape, marked, session.device.torch_device, slot, graph)
             if graph is None:
-                kept = session.keep_inputs(index, call, list(tensors))
+                kept = session.activations.keep_inputs(index, call, list(tensors))
             else:
-                kept = session.keep_graph(index, graph)
+                session.activations.keep_graph(index, graph)
+                kept = []
         outputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         box["leaves"] = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))
@@ -94,11 +95,11 @@ class _UnitFunction(torch.autograd.Function):
         shape, device = session.shape(index), session.device.torch_device
         with session.backward_of(index) as (slot, weights):
             if graph is not None:
-                graph.bring_back(slot, weights, session.moved(index))
+                graph.bring_back(slot, weights, session.activations.back(index))
                 found = run_kept_backward(call, shape, list(grads), graph)
                 graph.close()
             else:
-                tensors = session.bring_inputs(index, kept)
+                tensors = session.activations.bring_inputs(index, kept)
                 found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, device)
         ctx.step = None
         return (None, None, None, None, None, *found)

@@ -1,0 +1,99 @@
+"""What backward needs of each call of a step, and where it waits: on the device, or in the activation store."""
+
+from dataclasses import dataclass
+
+import torch
+
+from spillway.plan.pools import stored_bytes
+from spillway.runtime.calls import FlatCall
+from spillway.runtime.graph import Graph
+from spillway.runtime.schedules import Schedule
+from spillway.spec.plan import act_tier, keeps_all
+from spillway.spec.sizes import align
+from spillway.store.arena import PAGE, SlabPools
+
+
+@dataclass(frozen=True, slots=True)
+class StoredInput:
+    """An input of a call that waits for backward in the activation store."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Activations:
+    """Of one forward and its backward. `outgoing`: per call, what its DOWNLOAD takes away."""
+
+    def __init__(self, schedule: Schedule, pools: SlabPools, outgoing: dict[int, list[torch.Tensor]]) -> None:
+        self._schedule = schedule
+        self._pools = pools
+        self._outgoing = outgoing
+        self._graphs: list[Graph] = []
+
+    def close(self) -> None:
+        """Backward is over, or will not come."""
+        for graph in self._graphs:
+            graph.close()
+
+    def new_graph(
+        self,
+        index: int,
+        call: FlatCall,
+        tensors: list[torch.Tensor],
+        slot: torch.Tensor,
+        weights: dict[str, torch.Tensor],
+    ) -> Graph | None:
+        """What takes all that autograd saves in the forward of a call; None where it is recomputed."""
+        if not keeps_all(self._acts(index)):
+            return None
+        own = self._schedule.shapes[index].acts
+        shared = [tensor for hole, tensor in zip(call.holes, tensors, strict=True) if hole not in own]
+        graph = Graph(slot, weights, tensors, shared, self._moves(index))
+        self._graphs.append(graph)
+        return graph
+
+    def keep_graph(self, index: int, graph: Graph) -> None:
+        """Hand what autograd saved to the activation store, where that is not the device."""
+        if self._moves(index):
+            capacity = stored_bytes(self._schedule.profile.calls[index], self._acts(index))
+            self._outgoing[index] = graph.release(capacity)
+
+    def back(self, index: int) -> torch.Tensor | None:
+        """The slab that what was kept of a call has come back to; None where it never left."""
+        return self._slab(index) if self._moves(index) else None
+
+    def keep_inputs(self, index: int, call: FlatCall, tensors: list[torch.Tensor]) -> list[torch.Tensor | StoredInput]:
+        """Hand the call's own inputs to the activation store; what is returned stays with autograd."""
+        acts = self._schedule.shapes[index].acts
+        if not self._moves(index) or not acts:
+            return [tensor.detach() for tensor in tensors]
+        own = [hole in acts for hole in call.holes]
+        self._outgoing[index] = [
+            tensor.detach().contiguous() for mine, tensor in zip(own, tensors, strict=True) if mine
+        ]
+        return [
+            StoredInput(tensor.shape, tensor.dtype) if mine else tensor.detach()
+            for mine, tensor in zip(own, tensors, strict=True)
+        ]
+
+    def bring_inputs(self, index: int, kept: list[torch.Tensor | StoredInput]) -> list[torch.Tensor]:
+        """All inputs of the call again, the stored ones as views of their slot."""
+        tensors: list[torch.Tensor] = []
+        at = 0
+        for item in kept:
+            if isinstance(item, torch.Tensor):
+                tensors.append(item)
+                continue
+            size = item.shape.numel() * item.dtype.itemsize
+            tensors.append(self._slab(index)[at : at + size].view(item.dtype).view(item.shape))
+            at += align(size, PAGE)
+        return tensors
+
+    def _acts(self, index: int) -> str:
+        return self._schedule.plan.placement.acts[index]
+
+    def _moves(self, index: int) -> bool:
+        return act_tier(self._acts(index)) != "device"
+
+    def _slab(self, index: int) -> torch.Tensor:
+        return self._pools.buffer(f"as{index}")
