@@ -51,7 +51,7 @@ def test_the_papers_model_on_the_papers_server(capsys: pytest.CaptureFixture[str
 
 def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     found = ask(
-        capsys, "gpt-13b", "--hardware", "lohan-4090", "--per-device-train-batch-size", "32", "--max-length", "1024",
+        capsys, "gpt-13b", "--hardware", "lohan-4090", "--per-device-train-batch-size", "128", "--max-length", "1024",
         code=3,
     )  # fmt: skip
     assert not found["fits"] and "device memory: the smallest budget that works is" in found["problem"]

@@ -19,7 +19,7 @@ from spillway.checkpoint.sources import DirectorySource, ModuleSource, WeightSou
 from spillway.model.units import Unit, find_units
 from spillway.optim.config import SGD, AdamW, Lion, Rule, state_format
 from spillway.optim.optimizer import StreamingOptimizer
-from spillway.plan.search import PlanRequest
+from spillway.plan.request import PlanRequest, space_of
 from spillway.planner import Planner, make_budget
 from spillway.runtime.device import Device, open_device
 from spillway.runtime.session import Session
@@ -107,6 +107,7 @@ def prepare(
     activations: str = "auto",
     weights: str = "auto",
     states: str = "auto",
+    policy: str = "auto",
     example: Mapping[str, Any] | None = None,
     resume: bool | str | os.PathLike[str] = False,
     keep: KeepPoints = LAST_POINT,
@@ -116,12 +117,13 @@ def prepare(
     `model`: from `load`, or any nn.Module in memory (its parameters then move into the store). `store`: one or more
     directories on fast drives; without any, everything rests in host memory. Memory sizes as people write them
     ("24GB"); by default what is free. `micro_batch`: rows computed at a time inside each unit. `update`: "auto",
-    "serial", "overlap" or "deferred". `activations`: "auto", "recompute", or where all that
-    autograd saves is kept as far as it fits: "keep" (anywhere), "host" or "disk". `weights`,
-    `states`: "auto", "device", "host" or "disk". `example`: keyword arguments of the longest batch to come; with it
-    everything is planned and checked now, otherwise at the first forward. `resume`: go on from the last saved point in
-    `store`, or in the directory given; budgets, device and drives may differ from those of the run that saved it.
-    `keep`: how many saved points stay, and whether they are also made where states rest in memory.
+    "serial", "overlap" or "deferred". `activations`: "auto", "recompute", "tape" (outputs of matrix products and
+    attention are kept where they fit), or where all that autograd saves is kept as far as it fits: "keep" (on the
+    device), "host" or "disk". `weights`, `states`: "auto", "device", "host" or "disk". `policy`: "auto", or the planner
+    of another system that makes the plan (see `spillway.plan.policies`). `example`: keyword arguments of the longest
+    batch to come; with it everything is planned and checked now, otherwise at the first forward. `resume`: go on from
+    the last saved point in `store`, or in the directory given; budgets, device and drives may differ from those of the
+    run that saved it. `keep`: how many saved points stay, and whether they are also made where states rest in memory.
 
     Returns the same model, and the optimizer. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
     """
@@ -139,7 +141,10 @@ def prepare(
     budget = make_budget(compute, geometry, device_memory, host_memory, disk_memory, _host_bytes(in_memory))
     layouts, clip = [unit.layout for unit in units], settings.max_grad_norm is not None
     placed = PlacedStore(layouts, geometry, budget, compute.allocate, compute.pin, points.found, keep)
-    request = PlanRequest(update, weights, states, clip, gradient_accumulation_steps, bool(paths), keep, activations)
+    request = PlanRequest(
+        update, weights, states, clip, gradient_accumulation_steps, bool(paths), keep, activations, policy
+    )
+    space_of(request)
     planner = Planner(compute, units, paths, budget, request, form)
     threads = psutil.cpu_count(logical=True) or 1
     session = Session(model, units, compute, planner, placed, gradient_accumulation_steps, micro_batch, threads)

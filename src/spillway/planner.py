@@ -10,7 +10,8 @@ import torch
 from spillway.hardware.limits import free_host_bytes, process_bytes
 from spillway.hardware.probe import measure
 from spillway.model.units import Unit
-from spillway.plan.search import PlanRequest, make_plan
+from spillway.plan.request import PlanRequest
+from spillway.plan.search import make_plan
 from spillway.runtime.device import Device
 from spillway.spec.errors import BudgetWarning, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec

@@ -22,7 +22,8 @@ from spillway.integrations.huggingface import (
 )
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.optim.config import NAMED, Rule, settings_of, state_format
-from spillway.plan.search import PlanRequest, make_plan
+from spillway.plan.request import PlanRequest
+from spillway.plan.search import make_plan
 from spillway.plan.simulate import simulate
 from spillway.report.progress import Reporter
 from spillway.spec.answers import Help, PlanReport
@@ -107,6 +108,7 @@ class Question:
             machine.disk_bytes > 0,
             KeepPoints(options.save_total_limit, True),
             options.activations,
+            options.policy,
         )
         return make_plan(profile, machine.hardware, self.budget(machine), request)
 

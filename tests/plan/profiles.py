@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from spillway.spec.hardware import Budget, HardwareSpec
-from spillway.spec.model import CallProfile, ModelProfile, UnitProfile
+from spillway.spec.model import CallProfile, ModelProfile, OperatorClass, UnitProfile
 from spillway.spec.plan import ACTIVATIONS
 
 PAGE = 4096
@@ -25,6 +25,17 @@ def unit(elements: int, trained: bool = True, name: str = "unit") -> UnitProfile
     )
 
 
+def operators(flops: float, saved_bytes: int) -> tuple[OperatorClass, ...]:
+    """Of a transformer block: what is worth most takes least, and a third of what is saved is worth nothing."""
+    pages = saved_bytes // PAGE
+    return (
+        OperatorClass("matmul 4096", 0.3 * flops, pages // 9 * PAGE, 1),
+        OperatorClass("matmul 1024", 0.6 * flops, pages // 2 * PAGE, 3),
+        OperatorClass("attention", 0.1 * flops, pages // 9 * PAGE, 2),
+        OperatorClass("other", 0.0, pages * PAGE, 9, cheap=True),
+    )
+
+
 def chain(
     count: int, elements: int = 1 << 20, act_bytes: int = 1 << 20, tied: bool = False, flops: float = 1e9
 ) -> ModelProfile:
@@ -33,7 +44,12 @@ def chain(
     order = [*range(count + 1), 0 if tied else count + 1]
     calls = [
         CallProfile(
-            index, flops, 0 if place == 0 else act_bytes, 4 * act_bytes, "LOSS" if place == count + 1 else "FORWARD"
+            index,
+            flops,
+            0 if place == 0 else act_bytes,
+            4 * act_bytes,
+            "LOSS" if place == count + 1 else "FORWARD",
+            operators=operators(flops, 4 * act_bytes) if 0 < place <= count else (),
         )
         for place, index in enumerate(order)
     ]
@@ -47,10 +63,15 @@ def models(draw: st.DrawFn) -> ModelProfile:
     units = tuple(unit(size, trained, f"unit{index}") for index, (size, trained) in enumerate(sizes))
     order = draw(st.lists(st.integers(0, len(units) - 1), min_size=1, max_size=14))
     acts = st.integers(0, 50).map(lambda pages: pages * PAGE)
-    calls = tuple(CallProfile(index, 1e8, draw(acts), draw(acts)) for index in order)
+    calls = tuple(_call(index, draw(acts), draw(acts), draw(st.booleans())) for index in order)
     return ModelProfile(
         units, calls, 0, draw(st.sampled_from([None, len(units) - 1])) if _loose(order, units) else None
     )
+
+
+def _call(unit: int, act_bytes: int, saved_bytes: int, has_operators: bool) -> CallProfile:
+    known = operators(1e8, saved_bytes) if has_operators else ()
+    return CallProfile(unit, 1e8, act_bytes, saved_bytes, operators=known)
 
 
 def _loose(order: list[int], units: tuple[UnitProfile, ...]) -> bool:

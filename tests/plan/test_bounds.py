@@ -2,7 +2,8 @@ from hypothesis import given, settings
 
 from plan import profiles
 from spillway.plan.bounds import lower_bound
-from spillway.plan.search import PlanRequest, make_plan
+from spillway.plan.request import PlanRequest
+from spillway.plan.search import make_plan
 from spillway.spec.model import ModelProfile
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from plan import profiles
-from spillway.plan.search import PlanRequest, make_plan
+from spillway.plan.request import PlanRequest
+from spillway.plan.search import make_plan
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Op
@@ -40,6 +41,16 @@ CASES = {
         profiles.chain(2),
         TIGHT,
         PlanRequest("deferred", "disk", "disk", accumulation=2, activations="recompute"),
+    ),
+    "overlap-disk-tape": (
+        profiles.chain(3, flops=1e12),
+        Budget(6 * 10**7, 10**8, 10**12, 10**7),
+        PlanRequest("overlap", "disk", "disk", activations="tape"),
+    ),
+    "serial-visits": (
+        profiles.chain(3),
+        Budget(10**8, 2 * 10**8, 10**12, 10**7),
+        PlanRequest("auto", "host", "host", policy="deep-optimizer-states"),
     ),
     "overlap-disk-kept": (profiles.chain(3), TIGHT, PlanRequest("overlap", "disk", "disk", activations="keep")),
 }

@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 
 from plan import profiles
 from spillway.plan.check import check
-from spillway.plan.search import PlanRequest, make_plan
+from spillway.plan.request import PlanRequest
+from spillway.plan.search import make_plan
 from spillway.plan.simulate import simulate
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget
 from spillway.spec.jsonable import from_json, to_json
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Plan
+from spillway.spec.plan import Kept, Plan
 
 
 @settings(max_examples=120, deadline=None)
@@ -58,7 +59,7 @@ def test_memory_is_filled_before_the_disk_is_used() -> None:
     assert {unit.states for unit in plan.placement.units} == {"device"}
     plan = make_plan(model, profiles.CPU, profiles.PLENTY, PlanRequest())
     assert {unit.states for unit in plan.placement.units} == {"host"}
-    assert set(plan.placement.acts) == {"kept on device", "host"}
+    assert set(plan.placement.acts) == {Kept("device", everything=True), Kept("host")}
     tight = Budget(10**9, 10**8, 10**12, 10**7)
     plan = make_plan(model, profiles.CPU, tight, PlanRequest())
     assert {unit.states for unit in plan.placement.units} == {"disk"}

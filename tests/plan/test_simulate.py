@@ -1,7 +1,8 @@
 import pytest
 
 from plan import profiles
-from spillway.plan.search import PlanRequest, make_plan
+from spillway.plan.request import PlanRequest
+from spillway.plan.search import make_plan
 from spillway.plan.simulate import simulate
 from spillway.spec.hardware import HardwareSpec
 from spillway.spec.plan import Op, Pool

@@ -12,6 +12,7 @@ import models
 import reference
 import spillway
 from spillway.api import close, prepared, read_parameters
+from spillway.plan.policies import POLICIES
 from spillway.spec.plan import ACTIVATIONS, UPDATE_MODES
 
 STEPS = 20
@@ -26,6 +27,7 @@ class Case:
     micro_batch: int | None
     accumulation: int
     activations: str = "recompute"
+    policy: str = "auto"
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -52,6 +54,7 @@ def train(
         device=case.device,
         update=case.update,
         activations=case.activations,
+        policy=case.policy,
         weights=case.place,
         states=case.place,
         micro_batch=case.micro_batch,
@@ -156,6 +159,16 @@ def test_placement_update_mode_and_activations_never_change_bits(name: str, tmp_
     for index, (place, update, activations) in enumerate(WAYS[::5]):
         case = Case(name, place, update, 2, 1, activations)
         results.append(train(case, models.MODELS[name](), tmp_path / str(index), None))
+    for losses, weights in results[1:]:
+        assert losses == results[0][0]
+        assert all(torch.equal(weights[key], results[0][1][key]) for key in weights)
+
+
+def test_the_planners_of_the_field_train_to_the_same_bits(tmp_path: Path) -> None:
+    results = []
+    for policy in POLICIES:
+        case = Case("llama", "auto", "auto", 2, 1, "auto", policy)
+        results.append(train(case, models.llama(), tmp_path / policy, 1.0))
     for losses, weights in results[1:]:
         assert losses == results[0][0]
         assert all(torch.equal(weights[key], results[0][1][key]) for key in weights)

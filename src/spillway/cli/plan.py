@@ -13,7 +13,7 @@ from spillway.spec.options import TrainOptions
 _KEPT = (
     "store", "device_memory", "host_memory", "disk_memory", "max_length", "per_device_train_batch_size",
     "gradient_accumulation_steps", "max_steps", "num_train_epochs", "optim", "master_bits", "max_grad_norm", "dtype",
-    "update", "activations", "weights", "states", "save_total_limit",
+    "update", "activations", "weights", "states", "policy", "save_total_limit",
 )  # fmt: skip
 
 

@@ -97,8 +97,8 @@ def best_seconds(work: Callable[[], object], times: int = 3) -> float:
 
 
 def block_flops(device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> float:
-    """FLOP/s of a transformer block as a step computes it: forward, and recomputation with backward. Only the matrix
-    products of the weights count as FLOPs, as in the model's profile."""
+    """FLOP/s of a transformer block as a step computes it: forward, and recomputation with backward. Matrix products
+    and the whole square of attention count as FLOPs, as in the model's profile."""
     # A generator of its own: what the user seeded must not move.
     source = torch.Generator(device).manual_seed(0)
 
@@ -127,7 +127,7 @@ def block_flops(device: torch.device, dtype: torch.dtype, rows: int, hidden: int
             torch.cuda.synchronize(device)
 
     weights = sum(matrix.numel() for matrix in (project, back, up, down))
-    return 4 * 2 * rows * weights / best_seconds(step)
+    return 4 * (2 * rows * weights + 4 * rows * rows * hidden) / best_seconds(step)
 
 
 def _within(wanted: int, room: int) -> int:

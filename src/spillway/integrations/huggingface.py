@@ -100,9 +100,16 @@ def build_from_config(config: Any, auto_class: Any, dtype: torch.dtype) -> nn.Mo
 
 
 def gpt2_config(layers: int, heads: int, hidden: int, positions: int) -> Any:
-    """A GPT-2 of that shape, with its vocabulary."""
+    """A GPT-2 of that shape, with its vocabulary; without dropout, as large models are fine-tuned."""
     config = transformers.GPT2Config(
-        n_layer=layers, n_head=heads, n_embd=hidden, n_positions=positions, vocab_size=50257
+        n_layer=layers,
+        n_head=heads,
+        n_embd=hidden,
+        n_positions=positions,
+        vocab_size=50257,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     transformers.logging.set_verbosity_error()  # GPT-2 does not name its loss, and says so every time
     return config

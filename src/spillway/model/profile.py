@@ -12,8 +12,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from spillway.model.operators import OperatorTally, flop_counter
 from spillway.model.units import Unit
-from spillway.spec.model import CallProfile, ModelProfile, UnitProfile
+from spillway.spec.model import CallProfile, ModelProfile, OperatorClass, UnitProfile
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class CallRecord:
     flops: float
     saved_bytes: int
     saved_count: int
+    operators: tuple[OperatorClass, ...] = ()
     rows: int = 0  # of a LOSS: how many it may be cut into
     chunk_rows: int = 0
     origins: dict[int, frozenset[int]] = field(default_factory=dict)  # per output: inputs it was computed from
@@ -55,7 +57,7 @@ class Profiler:
 
     weights: set[int] = field(default_factory=set)
     calls: list[CallRecord] = field(default_factory=list)
-    _flops: FlopCounterMode = field(default_factory=lambda: FlopCounterMode(display=False))
+    _flops: FlopCounterMode = field(default_factory=flop_counter)
 
     def __enter__(self) -> "Profiler":
         self._flops.__enter__()
@@ -86,7 +88,8 @@ class Profiler:
             return tensor
 
         before = self._flops.get_total_flops()
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        tally = OperatorTally(self._flops)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), tally:
             result = function(*args, **kwargs)
         outputs = _tensors_by_place(result)
         flops = float(self._flops.get_total_flops() - before)
@@ -101,6 +104,7 @@ class Profiler:
             flops,
             sum(saved.values()),
             len(saved),
+            tally.classes(),
             rows,
             chunk_rows,
             _origins(inputs, outputs),
@@ -241,6 +245,7 @@ def model_profile(
             shape.kind,
             shape.chunks,
             call.saved_count,
+            tuple(operator.cut(shape.chunks) for operator in call.operators),
         )
         for call, shape in zip(calls, shapes, strict=True)
     )

@@ -8,6 +8,8 @@ import torch
 
 from spillway import native
 from spillway.optim import narrow
+from spillway.spec.model import PAGE
+from spillway.spec.sizes import align
 from spillway.spec.state import BLOCK, StateFormat
 
 _TYPES = {
@@ -50,6 +52,10 @@ class StateRange:
     scales: torch.Tensor | None
     grad: torch.Tensor
 
+    def stored(self) -> list[torch.Tensor]:
+        """All that an update changes."""
+        return [array for array in (self.weight, self.low, self.m, self.v, self.scales) if array is not None]
+
     def narrow(self, start: int, length: int) -> "StateRange":
         """A part of the ranges; whole blocks where moments have 8 bits."""
 
@@ -66,6 +72,24 @@ class StateRange:
             cut(self.scales, 2, BLOCK),
             self.grad.narrow(0, start, length),
         )
+
+
+def laid_in(arrays: StateRange, slot: torch.Tensor) -> StateRange:
+    """The same ranges as they lie in a uint8 buffer, one after another at whole pages."""
+    at = 0
+
+    def place(array: torch.Tensor) -> torch.Tensor:
+        nonlocal at
+        size = array.numel() * array.itemsize
+        start, at = at, align(at + size, PAGE)
+        return slot[start : start + size].view(array.dtype)
+
+    def maybe(array: torch.Tensor | None) -> torch.Tensor | None:
+        return None if array is None else place(array)
+
+    weight, grad = place(arrays.weight), place(arrays.grad)
+    low, m, v, scales = (maybe(array) for array in (arrays.low, arrays.m, arrays.v, arrays.scales))
+    return StateRange(arrays.form, arrays.first, weight, low, m, v, scales, grad)
 
 
 def update_range(arrays: StateRange, hyper: Hyper, grad_scale: float, threads: int) -> None:

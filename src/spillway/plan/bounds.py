@@ -1,68 +1,127 @@
 """Closed forms: what no schedule of a placement can be faster than."""
 
-from spillway.plan.pools import stored_bytes
+from dataclasses import dataclass, replace
+
+from spillway.plan.pools import recomputed_flops, stored_bytes
 from spillway.plan.updates import state_traffic
 from spillway.spec.hardware import HardwareSpec
 from spillway.spec.model import ModelProfile, UnitProfile
-from spillway.spec.plan import Placement, UnitPlacement, act_tier, keeps_all
+from spillway.spec.plan import Placement, UnitPlacement
+
+_CORES = ("compute", "update", "device", "upload", "download")
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What every resource has to do in a part of a step: FLOPs, parameters and bytes."""
+
+    flops: float = 0.0
+    updated: int = 0  # by the CPU
+    visiting: int = 0  # by the device
+    upload: float = 0.0
+    download: float = 0.0
+    read: float = 0.0
+    write: float = 0.0
+
+    def seconds(self, hardware: HardwareSpec, **more: float) -> float:
+        """Of the busiest resource: each lane at its rate; a drive that reads and writes at once keeps `disk_together`
+        of each rate; where the cores are shared, all that runs on them adds up. `more`: to be done besides."""
+        flops, upload = self.flops + more.get("flops", 0.0), self.upload + more.get("upload", 0.0)
+        download, read = self.download + more.get("download", 0.0), self.read + more.get("read", 0.0)
+        reading = read / hardware.read_bytes_per_s
+        writing = (self.write + more.get("write", 0.0)) / hardware.write_bytes_per_s
+        on_cores = (
+            flops / hardware.device_flops_per_s,
+            self.updated / hardware.update_params_per_s,
+            self.visiting / hardware.device_update_params_per_s,
+            upload / hardware.upload_bytes_per_s,
+            download / hardware.download_bytes_per_s,
+        )
+        drive = max(reading, writing, (reading + writing) / max(2 * hardware.disk_together, 1.0))
+        return max(*on_cores, drive, sum(on_cores) if hardware.cores_shared else 0.0)
+
+    def without_disk(self) -> "Phase":
+        """The same as if drives took no time."""
+        return replace(self, read=0.0, write=0.0)
+
+    def __add__(self, other: "Phase") -> "Phase":
+        return Phase(
+            self.flops + other.flops,
+            self.updated + other.updated,
+            self.visiting + other.visiting,
+            self.upload + other.upload,
+            self.download + other.download,
+            self.read + other.read,
+            self.write + other.write,
+        )
 
 
 def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> float:
-    """Seconds of the busiest resource in one forward and backward with its update: each lane has its bytes or FLOPs and
-    its rate; a drive that reads and writes at once keeps `disk_together` of each rate; where the cores are shared, all
-    that runs on them adds up. (LoHan's and Fuyou's maxima, for any placement.)"""
+    """Seconds of the busiest resource in one forward and backward with its update (LoHan's and Fuyou's maxima, for any
+    placement). An update that comes after backward overlaps nothing of it but what is read ahead."""
+    forward, backward, update = _parts(model, placement)
+    least = (forward + backward + update).seconds(hardware)
+    if placement.update == "serial":
+        after = replace(update, read=0.0, upload=0.0)
+        least = max(least, Phase(flops=forward.flops + backward.flops).seconds(hardware) + after.seconds(hardware))
+    return least
+
+
+def phases(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase]:
+    """What a forward and a backward with its update have to do."""
+    forward, backward, update = _parts(model, placement)
+    return forward, backward if placement.update == "serial" else backward + update
+
+
+def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Phase]:
+    """Forward, backward and update. What is in the window at the turn to backward is not fetched again, and weights on
+    disk that a deferred update hands over are not read for forward."""
     used = {call.unit for call in model.calls} | {model.resident_unit}
     units = [pair for index, pair in enumerate(zip(model.units, placement.units, strict=True)) if index in used]
-    seconds = {
-        "compute": _flops(model, placement) / hardware.device_flops_per_s,
-        "update": sum(unit.num_trainable for unit, _ in units) / hardware.update_params_per_s,
-    }
-    bytes_of = _traffic(model, placement, units)
-    rates = {
-        "read": hardware.read_bytes_per_s,
-        "write": hardware.write_bytes_per_s,
-        "upload": hardware.upload_bytes_per_s,
-        "download": hardware.download_bytes_per_s,
-    }
-    seconds |= {lane: bytes_of[lane] / rate for lane, rate in rates.items()}
-    drive = (seconds["read"] + seconds["write"]) / max(2 * hardware.disk_together, 1.0)
-    cores = sum(seconds[lane] for lane in ("compute", "update", "upload", "download"))
-    return max(*seconds.values(), drive, cores if hardware.cores_shared else 0.0)
+    weights = [(unit.weight_bytes, where) for unit, where in units if where.weights != "device"]
+    on_disk = [(size, where) for size, where in weights if where.weights == "disk"]
+    stay = sum(sorted((size for size, _ in weights), reverse=True)[: placement.window])
+    streamed = sum(size for size, _ in weights)
+    fetched = sum(size for size, _ in on_disk)
+    moved = {tier: 0 for tier in ("host", "disk")}
+    flops = again = 0.0
+    for call, kept in zip(model.calls, placement.acts, strict=True):
+        flops += call.flops
+        again += recomputed_flops(call, kept)
+        if kept.tier != "device":
+            moved[kept.tier] += stored_bytes(call, kept)
+    both = sum(moved.values())
+    forward = Phase(
+        flops=flops,
+        upload=streamed,
+        download=both,
+        read=sum(size for size, where in on_disk if not where.defers),
+        write=moved["disk"],
+    )
+    backward = Phase(
+        flops=2 * flops + again,
+        upload=max(streamed - stay, 0) + both,
+        download=sum(unit.grad_bytes for unit, where in units if where.states not in ("none", "device")),
+        read=max(fetched - stay, 0) + moved["disk"],
+        write=sum(unit.grad_bytes for unit, where in units if where.states != "none" and where.grads == "disk"),
+    )
+    return forward, backward, _update(units)
 
 
-def _flops(model: ModelProfile, placement: Placement) -> float:
-    """Forward, the two products of backward and, unless all was kept, the forward again."""
-    pairs = zip(model.calls, placement.acts, strict=True)
-    return sum((3 if keeps_all(acts) else 4) * call.flops for call, acts in pairs)
-
-
-def _traffic(
-    model: ModelProfile, placement: Placement, units: list[tuple[UnitProfile, UnitPlacement]]
-) -> dict[str, float]:
-    """Bytes that every copying lane moves at least: what is in the window at the turn to backward is not fetched again,
-    and weights on disk that a deferred update hands over are not read for forward."""
-    moved = dict.fromkeys(("read", "write", "upload", "download"), 0.0)
-    streamed = [(unit.weight_bytes, where) for unit, where in units if where.weights != "device"]
-    stay = sum(sorted((size for size, _ in streamed), reverse=True)[: placement.window])
-    for size, where in streamed:
-        moved["upload"] += 2 * size
-        if where.weights == "disk":
-            moved["read"] += size if where.defers else 2 * size
-    moved["upload"], moved["read"] = max(moved["upload"] - stay, 0.0), max(moved["read"] - stay, 0.0)
+def _update(units: list[tuple[UnitProfile, UnitPlacement]]) -> Phase:
+    """All updates, whenever they are."""
+    updated = visiting = 0
+    upload = download = read = write = 0
     for unit, where in units:
         if where.states == "none":
             continue
-        read, written = state_traffic(where, unit.weight_bytes, unit.state_bytes, unit.grad_bytes)
-        moved["read"] += read
-        moved["write"] += written + (unit.grad_bytes if where.grads == "disk" else 0)
-        if where.states != "device":
-            moved["download"] += unit.grad_bytes
-    for call, acts in zip(model.calls, placement.acts, strict=True):
-        size, tier = stored_bytes(call, acts), act_tier(acts)
-        if tier != "device":
-            moved["download"] += size
-            moved["upload"] += size
-        if tier == "disk":
-            moved["write"] += size
-            moved["read"] += size
-    return moved
+        reads, writes = state_traffic(where, unit.weight_bytes, unit.state_bytes, unit.grad_bytes)
+        read, write = read + reads, write + writes
+        if where.update_lane == "device":
+            visiting += unit.num_trainable
+        else:
+            updated += unit.num_trainable
+        if where.visits:
+            upload += unit.weight_bytes + unit.state_bytes + unit.grad_bytes
+            download += unit.weight_bytes + unit.state_bytes
+    return Phase(0.0, updated, visiting, upload, download, read, write)

@@ -8,11 +8,11 @@ plan.check). Fetches are therefore emitted as early as a slab is free, and no ea
 from dataclasses import dataclass, replace
 
 from spillway.plan.build import HOME, Builder
-from spillway.plan.pools import SlabNames
+from spillway.plan.pools import SlabNames, recomputed_flops
 from spillway.plan.updates import Round, Updates
 from spillway.spec.errors import invariant
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Op, Placement, Plan, Pool, act_tier, keeps_all
+from spillway.spec.plan import Op, Placement, Plan, Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class Lowering:
     # Activations #
 
     def _moves_act(self, call: int) -> bool:
-        return act_tier(self._plan.acts[call]) != "device" and self._names.act_bytes(call) > 0
+        return self._plan.acts[call].tier != "device" and self._names.act_bytes(call) > 0
 
     def _earlier_store(self) -> int | None:
         """The last download but one: no more than two inputs wait on the device to be taken away."""
@@ -214,7 +214,7 @@ class Lowering:
         )
         self._act_downloads.append(down)
         self._act_stored[call] = down
-        if act_tier(self._plan.acts[call]) == "disk":
+        if self._plan.acts[call].tier == "disk":
             self._act_stored[call] = self._build.add(
                 "WRITE", "write", unit, "act", size, [down], (), (lease,), lease, HOME, call
             )
@@ -222,7 +222,7 @@ class Lowering:
     def _try_act_read(self) -> bool:
         while self._next_act_read < len(self._act_order):
             call = self._act_order[self._next_act_read]
-            if act_tier(self._plan.acts[call]) != "disk":
+            if self._plan.acts[call].tier != "disk":
                 self._next_act_read += 1
                 continue
             pool = self._names.act(call)
@@ -251,7 +251,7 @@ class Lowering:
             return False
         call = self._act_order[self._next_act_upload]
         pool = self._names.act_slot(call)
-        from_disk = act_tier(self._plan.acts[call]) == "disk"
+        from_disk = self._plan.acts[call].tier == "disk"
         ready = self._act_read.get(call) if from_disk else self._act_stored.get(call)
         if ready is None or not self._build.has_room(pool):
             return False
@@ -307,8 +307,7 @@ class Lowering:
         act = self._act_uploaded.get(use.call)
         if act is not None:
             give = (*give, f"as{use.call}")
-        # The two products of backward and, unless all was kept, the forward again.
-        flops = (2 if keeps_all(self._plan.acts[use.call]) else 3) * call.flops
+        flops = 2 * call.flops + recomputed_flops(call, self._plan.acts[use.call])
         self._backward[use.call] = self._build.add(
             "BACKWARD",
             "compute",

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from spillway.plan.pools import stored_bytes
+from spillway.plan.pools import Kinds, Placed, stored_bytes
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Placement, Pool, TierPeaks, act_tier
+from spillway.spec.plan import Placement, Pool, TierPeaks
 
 # A GPU's allocator hands out what calls keep in blocks that are rounded up and do not always fit where others were.
 _FRAGMENTED = 1.1
@@ -58,24 +58,27 @@ def peaks(
     process_bytes: int,
     device_is_host: bool,
     extents: tuple[int, ...],
+    placed: Placed | None = None,
 ) -> TierPeaks:
     """Peak bytes per tier. With the CPU as device its memory is host memory too. `extents`: copies of each unit's state
     kept on disk (0 without a store), per unit."""
-    of_units = [residents(model, placement, unit) for unit in range(len(model.units))]
-    device = sum(part.device for part in of_units) + working_bytes(model) + model.boundary_bytes
-    pairs = zip(model.calls, placement.acts, strict=True)
-    stored = [(act_tier(acts), stored_bytes(call, acts)) for call, acts in pairs]
-    on_device = sum(size for tier, size in stored if tier == "device")
+    placed = placed or Kinds(model).placed(placement)
+    units = [(model.units[first], first, count) for first, count in placed.units]
+    resting = [(residents(model, placement, first), count) for _, first, count in units]
+    stored = [
+        (placement.acts[first].tier, stored_bytes(model.calls[first], placement.acts[first]), count)
+        for first, count in placed.calls
+    ]
+    device = sum(part.device * count for part, count in resting) + working_bytes(model) + model.boundary_bytes
+    on_device = sum(size * count for tier, size, count in stored if tier == "device")
     device += on_device if device_is_host else int(_FRAGMENTED * on_device)
     # Those of two calls may be on their way to host memory.
-    moving = [size for tier, size in stored if tier != "device"]
+    moving = [size for tier, size, _ in stored if tier != "device"]
     device += 2 * max(moving, default=0)
     device += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "device")
-    host = process_bytes + sum(part.host for part in of_units)
+    host = process_bytes + sum(part.host * count for part, count in resting)
     host += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "host")
-    disk = sum(count * (unit.weight_bytes + unit.state_bytes) for count, unit in zip(extents, model.units, strict=True))
-    disk += sum(
-        unit.grad_bytes for unit, where in zip(model.units, placement.units, strict=True) if where.grads == "disk"
-    )
-    disk += sum(size for tier, size in stored if tier == "disk")
+    disk = sum(extents[first] * (unit.weight_bytes + unit.state_bytes) * count for unit, first, count in units)
+    disk += sum(unit.grad_bytes * count for unit, first, count in units if placement.units[first].grads == "disk")
+    disk += sum(size * count for tier, size, count in stored if tier == "disk")
     return TierPeaks(device, host + (device if device_is_host else 0), disk)

@@ -1,9 +1,11 @@
 """Which slabs a placement needs. Pools are per role and size class: none starves another, nothing is fragmented."""
 
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from spillway.spec.model import CallProfile, ModelProfile
-from spillway.spec.plan import Placement, Pool, act_tier, keeps_all
+from spillway.spec.plan import Kept, Placement, Pool
 
 ELEMENT_ALIGNMENT = 4096  # subgroups start at whole pages in every component, 16-bit ones included
 
@@ -19,15 +21,62 @@ def size_classes(sizes: list[int]) -> list[int]:
     return [classes[size] for size in sizes]
 
 
+class Kinds:
+    """Which units and which calls of a model are alike: most are, and what one of them takes, all of them take."""
+
+    def __init__(self, model: ModelProfile) -> None:
+        self.units = _numbers(
+            (index == model.resident_unit, unit.weight_bytes, unit.grad_bytes, unit.state_bytes, unit.num_trainable)
+            for index, unit in enumerate(model.units)
+        )
+        self.calls = _numbers(
+            (call.kind, call.act_bytes, call.saved_bytes, call.saved_count, call.chunks, call.operators)
+            for call in model.calls
+        )
+
+    def placed(self, placement: Placement) -> "Placed":
+        """Those that are placed alike, too; of calls none where no batch is known."""
+        return Placed(
+            _first_and_count(zip(self.units, map(id, placement.units), strict=True)),
+            _first_and_count(zip(self.calls, map(id, placement.acts), strict=False)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The first of the units, and of the calls, that are alike in size and place, and how many they are."""
+
+    units: list[tuple[int, int]]
+    calls: list[tuple[int, int]]
+
+
+def _numbers(sizes: Iterable[object]) -> list[int]:
+    known: dict[object, int] = {}
+    return [known.setdefault(size, len(known)) for size in sizes]
+
+
+def _first_and_count(kinds: Iterable[object]) -> list[tuple[int, int]]:
+    found: dict[object, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        entry = found.get(kind)
+        if entry is None:
+            found[kind] = [index, 1]
+        else:
+            entry[1] += 1
+    return [(first, count) for first, count in found.values()]
+
+
 class SlabNames:
     """Names of the pool that serves each unit or call, and the pools themselves."""
 
-    def __init__(self, model: ModelProfile, placement: Placement) -> None:
+    def __init__(self, model: ModelProfile, placement: Placement, placed: Placed | None = None) -> None:
         self._model = model
         self._placement = placement
+        self._placed = placed or Kinds(model).placed(placement)
         self._classes = size_classes([unit.weight_bytes for unit in model.units])
-        calls = range(len(model.calls) if placement.acts else 0)
-        self._act_classes = size_classes([self.act_bytes(call) for call in calls])
+        sizes = {first: self.act_bytes(first) for first, _ in self._placed.calls}
+        classes = size_classes(list(sizes.values()))
+        self._act_classes = dict(zip(sizes.values(), classes, strict=True))
 
     def weight(self, unit: int) -> str:
         """Host slabs that weights pass through between disk and device."""
@@ -52,7 +101,7 @@ class SlabNames:
 
     def act(self, call: int) -> str:
         """Host slabs that keep or pass on unit inputs."""
-        return f"act-{act_tier(self._placement.acts[call])}/{self._act_classes[call]}"
+        return f"act-{self._placement.acts[call].tier}/{self._act_classes[self.act_bytes(call)]}"
 
     def act_bytes(self, call: int) -> int:
         """What is kept of a call between forward and backward."""
@@ -60,7 +109,7 @@ class SlabNames:
 
     def act_slot(self, call: int) -> str:
         """Device slots that unit inputs come back to."""
-        return f"act-slot/{self._act_classes[call]}"
+        return f"act-slot/{self._act_classes[self.act_bytes(call)]}"
 
     def all(self) -> tuple[Pool, ...]:
         """Every pool this placement uses, with as many slabs as its lanes can keep busy."""
@@ -75,7 +124,7 @@ class SlabNames:
 
         plan, every = self._placement, len(self._model.calls)
         grad_slots = self._grad_slots_needed()
-        for index, times in self._distinct_units():
+        for index, times in self._placed.units:
             unit, where = self._model.units[index], plan.units[index]
             trained = unit.num_trainable > 0 and where.states != "device"
             if where.weights != "device":
@@ -92,28 +141,15 @@ class SlabNames:
                 elements = min(plan.subgroup, unit.num_trainable)
                 slab = state_slab_bytes(elements, self._model.update_bytes)
                 need("state", "host", slab, plan.state_slabs, times * -(-unit.num_trainable // plan.subgroup))
-        for index, times in self._distinct_calls():
-            tier, size = act_tier(plan.acts[index]), self.act_bytes(index)
+            if trained and where.visits:
+                elements = min(plan.subgroup, unit.num_trainable)
+                need("state-slot", "device", state_slab_bytes(elements, self._model.update_bytes), 2, times)
+        for index, times in self._placed.calls:
+            tier, size = plan.acts[index].tier, self.act_bytes(index)
             if tier != "device" and size:
                 need(self.act(index), "host", size, every if tier == "host" else 3, times)
                 need(self.act_slot(index), "device", size, 2, times)
         return tuple(Pool(name, tiers[name], sizes[name], counts[name]) for name in tiers)
-
-    def _distinct_units(self) -> list[tuple[int, int]]:
-        """The first of the units that are alike in size and place, and how many they are: most of a model are."""
-        kinds: dict[object, list[int]] = {}
-        for index, (unit, where) in enumerate(zip(self._model.units, self._placement.units, strict=True)):
-            resident = index == self._model.resident_unit
-            kind = (where, resident, unit.weight_bytes, unit.grad_bytes, unit.num_trainable)
-            kinds.setdefault(kind, []).append(index)
-        return [(alike[0], len(alike)) for alike in kinds.values()]
-
-    def _distinct_calls(self) -> list[tuple[int, int]]:
-        """The same of calls."""
-        kinds: dict[object, list[int]] = {}
-        for index, (call, acts) in enumerate(zip(self._model.calls, self._placement.acts, strict=True)):
-            kinds.setdefault((acts, call.act_bytes, call.saved_bytes, call.chunks), []).append(index)
-        return [(alike[0], len(alike)) for alike in kinds.values()]
 
     def _grad_slots_needed(self) -> int:
         """Two, so that a download overlaps the next backward, and one for every unit whose calls lie apart."""
@@ -121,9 +157,18 @@ class SlabNames:
         return 2 + sum(count > 1 for count in Counter(calls).values())
 
 
-def stored_bytes(call: CallProfile, acts: str) -> int:
-    """Bytes of what is kept of a call: its input, or all that autograd saves."""
-    return call.kept_bytes if keeps_all(acts) else call.act_bytes
+def stored_bytes(call: CallProfile, kept: Kept) -> int:
+    """Bytes of what is kept of a call."""
+    if kept.everything:
+        return call.act_bytes + call.saved_room
+    return call.act_bytes + sum(operator.num_bytes for operator in call.operators if operator.name in kept.tape)
+
+
+def recomputed_flops(call: CallProfile, kept: Kept) -> float:
+    """What backward has to compute again of a call."""
+    if kept.everything:
+        return 0.0
+    return call.flops - sum(operator.flops for operator in call.operators if operator.name in kept.tape)
 
 
 def state_slab_bytes(elements: int, bytes_per_element: int) -> int:

@@ -68,7 +68,8 @@ class Updates:
         disk."""
         profile = self._model.units[unit]
         whole = profile.grad_bytes == profile.weight_bytes  # counts of elements leave padding out
-        return unit in self._due and whole and self._plan.units[unit].weights == "disk"
+        where = self._plan.units[unit]
+        return unit in self._due and whole and where.weights == "disk" and not where.visits
 
     def hand_over(self, unit: int, lease: str) -> int | None:
         """The due update of a unit, straight into a slot of the window. Returns the upload that fills it."""
@@ -115,7 +116,8 @@ class Updates:
         if not self._round.ends:
             return
         size = self._model.units[unit].grad_bytes
-        norm = self._build.add("NORM", "update", unit, "grad", size, landed, (), (), target, "")
+        lane = "device" if self._plan.units[unit].states == "device" else "update"
+        norm = self._build.add("NORM", lane, unit, "grad", size, landed, (), (), target, "")
         self._norms.append(norm)
         self._grad_landed[unit] = norm
         if self._plan.units[unit].grads == "disk":
@@ -150,7 +152,7 @@ class Updates:
         """READ, UPDATE and WRITE of each subgroup. Returns the operation after which the new weights are where the
         unit's weights rest."""
         where, profile = self._plan.units[unit], self._model.units[unit]
-        streamed = "disk" in (where.states, where.weights)
+        streamed = where.visits or "disk" in (where.states, where.weights)
         at_rest = ready
         for start, stop in subgroups(profile.num_trainable, self._plan.subgroup, streamed):
             give = (grads,) if grads != HOME and stop == profile.num_trainable else ()
@@ -184,8 +186,11 @@ class Updates:
             deps = [self._grad_landed.get(unit) if where.grads == "disk" else None, self._committed]
             amount, take = share * read_bytes, (("state", lease),)
             fetched = add("READ", "read", unit, "state", amount, deps, take, (), HOME, place)
-        handed = () if staged else give
-        updated = add("UPDATE", "update", unit, "state", stop - start, [fetched, ready], (), handed, grads, place)
+        handed, after = () if staged else give, [fetched, ready]
+        if where.visits:
+            updated = self._visit(unit, start, stop, after, handed, grads, place, late)
+        else:
+            updated = add("UPDATE", where.update_lane, unit, "state", stop - start, after, (), handed, grads, place)
         self._ends.append(updated)
         if slot is not None:
             amount, first = share * profile.weight_bytes, ((self._names.slot(unit), slot.lease),)
@@ -198,6 +203,46 @@ class Updates:
         written = add("WRITE", "write", unit, "state", share * write_bytes, deps, (), (lease, *give), place, HOME)
         self._ends.append(written)
         return updated if where.weights == "host" else written
+
+    def _visit(
+        self,
+        unit: int,
+        start: int,
+        stop: int,
+        ready: list[int | None],
+        handed: tuple[str, ...],
+        grads: str,
+        place: str,
+        late: bool,
+    ) -> int:
+        """The update of a subgroup on the device: there and back (Deep Optimizer States). Returns the way back."""
+        profile = self._model.units[unit]
+        share, slot = (stop - start) / profile.num_trainable, f"dv{unit}.{start}{'.late' if late else ''}"
+        add = partial(self._build.add, unit=unit, start=start, stop=stop, late=late)
+        states = share * (profile.weight_bytes + profile.state_bytes)
+        take = (("state-slot", slot),)
+        there = add("UPLOAD", "upload", group="state", amount=states, deps=ready, take=take, source=place, target=slot)
+        with_grad = add(
+            "UPLOAD",
+            "upload",
+            group="grad",
+            amount=share * profile.grad_bytes,
+            deps=[there],
+            give=handed,
+            source=place if self._plan.units[unit].grads == "disk" else grads,
+            target=slot,
+        )
+        updated = add("UPDATE", "device", group="state", amount=stop - start, deps=[with_grad], target=slot)
+        return add(
+            "DOWNLOAD",
+            "download",
+            group="state",
+            amount=states,
+            deps=[updated],
+            give=(slot,),
+            source=slot,
+            target=place,
+        )
 
     def _refresh(self, unit: int, at_rest: int, late: bool) -> int:
         """Weights that live on the device are fetched again once their new values are at rest."""

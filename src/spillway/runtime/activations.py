@@ -8,7 +8,8 @@ from spillway.plan.pools import stored_bytes
 from spillway.runtime.calls import FlatCall
 from spillway.runtime.graph import Graph
 from spillway.runtime.schedules import Schedule
-from spillway.spec.plan import act_tier, keeps_all
+from spillway.runtime.tape import Tape
+from spillway.spec.plan import Kept
 from spillway.spec.sizes import align
 from spillway.store.arena import PAGE, SlabPools
 
@@ -44,7 +45,7 @@ class Activations:
         weights: dict[str, torch.Tensor],
     ) -> Graph | None:
         """What takes all that autograd saves in the forward of a call; None where it is recomputed."""
-        if not keeps_all(self._acts(index)):
+        if not self._kept(index).everything:
             return None
         own = self._schedule.shapes[index].acts
         shared = [tensor for hole, tensor in zip(call.holes, tensors, strict=True) if hole not in own]
@@ -55,29 +56,41 @@ class Activations:
     def keep_graph(self, index: int, graph: Graph) -> None:
         """Hand what autograd saved to the activation store, where that is not the device."""
         if self._moves(index):
-            capacity = stored_bytes(self._schedule.profile.calls[index], self._acts(index))
-            self._outgoing[index] = graph.release(capacity)
+            self._outgoing[index] = graph.release(self._capacity(index))
 
     def back(self, index: int) -> torch.Tensor | None:
         """The slab that what was kept of a call has come back to; None where it never left."""
         return self._slab(index) if self._moves(index) else None
 
-    def keep_inputs(self, index: int, call: FlatCall, tensors: list[torch.Tensor]) -> list[torch.Tensor | StoredInput]:
-        """Hand the call's own inputs to the activation store; what is returned stays with autograd."""
+    def new_tape(self, index: int) -> Tape | None:
+        """What takes outputs of operators in the forward of a call; None where none are kept."""
+        kept = self._kept(index)
+        return Tape(kept.tape, self._moves(index)) if kept.tape else None
+
+    def keep_inputs(
+        self, index: int, call: FlatCall, tensors: list[torch.Tensor], tape: Tape | None
+    ) -> list[torch.Tensor | StoredInput]:
+        """Hand the call's own inputs and its tape to the activation store; what is returned stays with autograd."""
         acts = self._schedule.shapes[index].acts
-        if not self._moves(index) or not acts:
+        if not self._moves(index):
             return [tensor.detach() for tensor in tensors]
         own = [hole in acts for hole in call.holes]
-        self._outgoing[index] = [
-            tensor.detach().contiguous() for mine, tensor in zip(own, tensors, strict=True) if mine
-        ]
+        outgoing = [tensor.detach().contiguous() for mine, tensor in zip(own, tensors, strict=True) if mine]
+        if tape is not None:
+            start = sum(align(tensor.numel() * tensor.itemsize, PAGE) for tensor in outgoing)
+            outgoing += tape.release(start, self._capacity(index))
+        if not outgoing:
+            return [tensor.detach() for tensor in tensors]
+        self._outgoing[index] = outgoing
         return [
             StoredInput(tensor.shape, tensor.dtype) if mine else tensor.detach()
             for mine, tensor in zip(own, tensors, strict=True)
         ]
 
-    def bring_inputs(self, index: int, kept: list[torch.Tensor | StoredInput]) -> list[torch.Tensor]:
-        """All inputs of the call again, the stored ones as views of their slot."""
+    def bring_inputs(self, index: int, kept: list[torch.Tensor | StoredInput], tape: Tape | None) -> list[torch.Tensor]:
+        """All inputs of the call again, the stored ones as views of their slot; and its tape."""
+        if tape is not None and self._moves(index):
+            tape.bring_back(self._slab(index))
         tensors: list[torch.Tensor] = []
         at = 0
         for item in kept:
@@ -89,11 +102,14 @@ class Activations:
             at += align(size, PAGE)
         return tensors
 
-    def _acts(self, index: int) -> str:
+    def _kept(self, index: int) -> Kept:
         return self._schedule.plan.placement.acts[index]
 
     def _moves(self, index: int) -> bool:
-        return act_tier(self._acts(index)) != "device"
+        return self._kept(index).tier != "device"
+
+    def _capacity(self, index: int) -> int:
+        return stored_bytes(self._schedule.profile.calls[index], self._kept(index))
 
     def _slab(self, index: int) -> torch.Tensor:
         return self._pools.buffer(f"as{index}")

@@ -10,6 +10,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.profile import CallShape
 from spillway.runtime.graph import Graph, Root
+from spillway.runtime.tape import Tape
 from spillway.spec.errors import UsageError, invariant
 
 
@@ -120,9 +121,11 @@ def run_forward(
     device: torch.device,
     slot: torch.Tensor,
     graph: Graph | None,
+    tape: Tape | None,
 ) -> tuple[list[Any], TreeSpec, Replay]:
     """The call's result, flattened and detached, with gradients enabled inside so that the same kernels run as in
-    backward (attention picks its own by whether a gradient is needed), and nothing kept unless `graph` takes it.
+    backward (attention picks its own by whether a gradient is needed), and nothing kept but what `graph` or `tape`
+    takes.
     `slot`: where the unit's parameters lie; what is a view of it is copied.
 
     Raises UsageError where the unit changes an input in place: it could not be computed again.
@@ -134,7 +137,8 @@ def run_forward(
     for piece in pieces(call, shape, tensors):
         rng.append(rng_state(device))
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in piece]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        taping = nullcontext() if tape is None else tape.record()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack), taping:
             outputs, spec = call.run(inputs)
         if graph is not None:
             graph.note(inputs, _own(outputs, inputs))
@@ -194,10 +198,12 @@ def run_backward(
     needs_grad: list[bool],
     grads: list[torch.Tensor | None],
     replay: Replay,
+    tape: Tape | None,
     device: torch.device,
 ) -> list[torch.Tensor | None]:
-    """Recompute each micro-batch and differentiate it. Parameter gradients are summed where the bound leaves point;
-    returned are the gradients of the tensors. `grads`: one per tensor output that is no input, in flattened order."""
+    """Recompute each micro-batch, but for what is on the tape, and differentiate it. Parameter gradients are summed
+    where the bound leaves point; returned are the gradients of the tensors. `grads`: one per tensor output that is no
+    input, in flattened order."""
     found: list[torch.Tensor | None] = [None] * len(tensors)
     shapes = [tensor.shape for tensor in tensors]
     with rng_kept(device):
@@ -205,7 +211,8 @@ def run_backward(
             set_rng_state(device, replay.rng[index])
             inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(piece, needs_grad, strict=True)]
             with torch.enable_grad(), replay.autocast():
-                outputs, _ = call.run(inputs)
+                with nullcontext() if tape is None else tape.replay(index):
+                    outputs, _ = call.run(inputs)
                 _differentiate([Root.of(out) for out in _own(outputs, inputs)], grads, shape, index)
             _collect_all(found, inputs, shapes, call, shape, index)
             del inputs, outputs

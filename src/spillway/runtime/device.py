@@ -78,6 +78,9 @@ class CpuDevice:
 _CHUNK_BYTES = 16 << 20
 
 
+_STREAM_LANES = ("upload", "download", "update", "device")
+
+
 class CudaDevice:
     """A CUDA device: one stream per copying lane, the user's current stream for compute."""
 
@@ -85,7 +88,7 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
-        self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in ("upload", "download", "update")}
+        self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in _STREAM_LANES}
         self._pinned: dict[int, int] = {}  # address -> bytes
         self._rings: dict[str, list[torch.Tensor]] = {}
 

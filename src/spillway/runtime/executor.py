@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 from spillway.runtime.device import Device
 from spillway.spec.errors import invariant
-from spillway.spec.plan import Op
+from spillway.spec.plan import LANES, Op
 from spillway.spec.trace import Span, Trace
 from spillway.store.arena import SlabPools
 
 # Carries out an operation on its lane; the events are those after which its slabs and inputs may be touched.
 Handler = Callable[[Op, list[object]], None]
 
-_THREAD_LANES = ("upload", "download", "read", "write", "update")
+_THREAD_LANES = LANES[1:]
 
 
 class Executor:

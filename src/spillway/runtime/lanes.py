@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spillway.optim.update import Hyper, StateRange, clip_scale, sum_squares, update_range
+from spillway.optim.update import Hyper, StateRange, clip_scale, laid_in, sum_squares, update_range
 from spillway.runtime.device import Device
 from spillway.spec.errors import NonFinite, invariant
 from spillway.spec.plan import Op
@@ -215,20 +215,70 @@ class LaneWorker:
         due = self.step.late if op.late else self.step.own
         if due is None or self._skips(op):
             return
-        if not op.late:
-            self.step.applied_scale = due.scale
-            if self.step.non_finite is not None and self.step.may_take_back:
-                return  # the norm, which is waited for, says so
-            self._require_finite()
+        if home.where.visits:
+            self._update_visitor(op, home, due, events)
+            return
         slab = None if op.target == HOME else self._buffer(op.target)
         part = SlabRange(home, op.start, op.stop)
-        if slab is not None and part.is_written:
-            home.next_extent()  # that there is one is known before anything changes
+        if not self._may_change(op, due, slab is not None and part.is_written):
+            return
         if op.unit in due.units:
-            with self._device.lane("update", events):
+            with self._device.lane(op.lane, events):
                 self._apply(op, home, due, part.arrays(slab, self._grad_at(op, home)))
         if slab is not None:
             part.check(slab, self._threads)
+
+    def _may_change(self, op: Op, due: Due, written: bool) -> bool:
+        """Whether the update happens, and a place for what it writes. Raises NonFinite."""
+        if not op.late:
+            self.step.applied_scale = due.scale
+            if self.step.non_finite is not None and self.step.may_take_back:
+                return False  # the norm, which is waited for, says so
+            self._require_finite()
+        if written:
+            self._homes.units[op.unit].next_extent()  # that there is one is known before anything changes
+        return True
+
+    # Updates on the device, of states that rest elsewhere #
+
+    def _upload_state(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        if self._skips(op):
+            return
+        here, there = self._visitor(op, home, op.source, op.target)
+        for source, target in zip(here, there, strict=True):
+            self._device.copy("upload", target, source, events)
+
+    def _upload_grad(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        due = self.step.late if op.late else self.step.own
+        if self._skips(op) or due is None or op.unit not in due.units:
+            return
+        part, grads = SlabRange(home, op.start, op.stop), self._grad_at(op, home)
+        there = laid_in(part.blank(), self._buffer(op.target)).grad
+        self._device.copy("upload", there, part.grad(grads, grads), events)
+
+    def _update_visitor(self, op: Op, home: UnitHome, due: Due, events: list[object]) -> None:
+        if self._may_change(op, due, SlabRange(home, op.start, op.stop).is_written) and op.unit in due.units:
+            there = laid_in(SlabRange(home, op.start, op.stop).blank(), self._buffer(op.target))
+            with self._device.lane(op.lane, events):
+                self._apply(op, home, due, there)
+
+    def _download_state(self, op: Op, home: UnitHome, events: list[object]) -> None:
+        if self._skips(op):
+            return
+        here, there = self._visitor(op, home, op.target, op.source)
+        for source, target in zip(there, here, strict=True):
+            self._device.copy("download", target, source, events)
+        if op.target != HOME:
+            SlabRange(home, op.start, op.stop).check(self._buffer(op.target), self._threads)
+
+    def _visitor(
+        self, op: Op, home: UnitHome, resting: str, slot: str
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What an update changes, where it rests (or passes through a slab) and in its slot on the device."""
+        part = SlabRange(home, op.start, op.stop)
+        slab = None if resting == HOME else self._buffer(resting)
+        blank = part.blank()
+        return part.arrays(slab, blank.grad).stored(), laid_in(blank, self._buffer(slot)).stored()
 
     def _apply(self, op: Op, home: UnitHome, due: Due, arrays: StateRange) -> None:
         if home.weight is not None or home.state is not None:

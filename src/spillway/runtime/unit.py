@@ -74,9 +74,11 @@ class _UnitFunction(torch.autograd.Function):
         ]
         with session.forward_of(index) as (slot, weights):
             graph = session.activations.new_graph(index, call, marked, slot, weights)
-            leaves, box["spec"], replay = run_forward(call, shape, marked, session.device.torch_device, slot, graph)
+            tape = session.activations.new_tape(index)
+            device = session.device.torch_device
+            leaves, box["spec"], replay = run_forward(call, shape, marked, device, slot, graph, tape)
             if graph is None:
-                kept = session.activations.keep_inputs(index, call, list(tensors))
+                kept = session.activations.keep_inputs(index, call, list(tensors), tape)
             else:
                 session.activations.keep_graph(index, graph)
                 kept = []
@@ -84,13 +86,13 @@ class _UnitFunction(torch.autograd.Function):
         box["leaves"] = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))
         ctx.set_materialize_grads(False)
-        ctx.step = (session, session.step_number, index, call, replay, graph, kept, needs_grad)
+        ctx.step = (session, session.step_number, index, call, replay, graph, tape, kept, needs_grad)
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        session, step_number, index, call, replay, graph, kept, needs_grad = ctx.step
+        session, step_number, index, call, replay, graph, tape, kept, needs_grad = ctx.step
         session.check_current(step_number)
         shape, device = session.shape(index), session.device.torch_device
         with session.backward_of(index) as (slot, weights):
@@ -99,7 +101,7 @@ class _UnitFunction(torch.autograd.Function):
                 found = run_kept_backward(call, shape, list(grads), graph)
                 graph.close()
             else:
-                tensors = session.activations.bring_inputs(index, kept)
-                found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, device)
+                tensors = session.activations.bring_inputs(index, kept, tape)
+                found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, tape, device)
         ctx.step = None
         return (None, None, None, None, None, *found)

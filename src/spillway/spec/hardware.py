@@ -20,6 +20,7 @@ class HardwareSpec:
     # (one at a time, as the papers have it; less where they disturb each other) to 1 (both at once).
     cores_shared: bool = False
     disk_together: float = 0.5
+    device_update_params_per_s: float = 1e10  # AdamW on the device, of what lies there
 
 
 @dataclass(frozen=True, slots=True)

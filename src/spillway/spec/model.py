@@ -1,6 +1,6 @@
 """What a model is, as far as the plan cares."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PAGE = 4096
 
@@ -18,6 +18,28 @@ class UnitProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class OperatorClass:
+    """Alike operators of one call, all micro-batches together."""
+
+    name: str
+    flops: float
+    num_bytes: int  # of their outputs, each at a whole page
+    count: int  # of outputs
+    cheap: bool = False  # run again rather than kept
+
+    @property
+    def benefit(self) -> float:
+        """FLOPs saved by each byte kept (LoHan, equation 6)."""
+        return self.flops / self.num_bytes if self.num_bytes else 0.0
+
+    def cut(self, chunks: int) -> "OperatorClass":
+        """The same in so many micro-batches: outputs are smaller and more, each of which may end within a page."""
+        if chunks == 1:
+            return self
+        return replace(self, num_bytes=self.num_bytes + PAGE * self.count * chunks, count=self.count * chunks)
+
+
+@dataclass(frozen=True, slots=True)
 class CallProfile:
     """One call of a unit in the forward. A unit called twice (tied embeddings, shared blocks) has two."""
 
@@ -28,11 +50,17 @@ class CallProfile:
     kind: str = "FORWARD"  # or "LOSS": the head and the chunked cross-entropy in one
     chunks: int = 1  # micro-batches, or pieces of the loss
     saved_count: int = 0  # tensors that `saved_bytes` are of
+    operators: tuple[OperatorClass, ...] = ()  # highest benefit first
 
     @property
-    def kept_bytes(self) -> int:
-        """Room for input and all that autograd saves, each tensor at a whole page."""
-        return self.act_bytes + self.saved_bytes // PAGE * PAGE + PAGE * (self.saved_count + 1) * self.chunks
+    def saved_room(self) -> int:
+        """Bytes of all that autograd saves, each tensor at a whole page."""
+        return self.saved_bytes // PAGE * PAGE + PAGE * (self.saved_count + 1) * self.chunks
+
+    @property
+    def tapeable(self) -> tuple[OperatorClass, ...]:
+        """Those whose outputs are worth keeping, the highest benefit first."""
+        return tuple(operator for operator in self.operators if not operator.cheap)
 
 
 @dataclass(frozen=True, slots=True)

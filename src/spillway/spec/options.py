@@ -66,6 +66,7 @@ class TrainOptions:
     activations: str = "auto"
     weights: str = "auto"
     states: str = "auto"
+    policy: str = "auto"
     non_finite: str = "stop"
     max_writes: str | None = None
     allow_pickle: bool = False
@@ -82,6 +83,7 @@ class TrainOptions:
             "activations": self.activations,
             "weights": self.weights,
             "states": self.states,
+            "policy": self.policy,
         }
 
     def check(self) -> None:

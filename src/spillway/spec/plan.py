@@ -15,28 +15,24 @@ KINDS = (
     "WRITE",
     "COMMIT",
 )
-LANES = ("compute", "upload", "download", "read", "write", "update")
+# "update" is the CPU's optimizer, "device" the device's.
+LANES = ("compute", "upload", "download", "read", "write", "update", "device")
 GROUPS = ("weight", "grad", "state", "act", "none")
 TIERS = ("device", "host", "disk")
-# What becomes of what a call's backward needs: its input stays in a tier and the rest is recomputed; or all that
-# autograd saves is kept there.
-ACTIVATIONS = ("auto", "recompute", "keep", "host", "disk")
+# What is kept for backward: inputs of units only, with the outputs of matrix products and attention (the tape), or all
+# that autograd saves, on the device as far as it fits; or all of it in host memory, or on disk.
+ACTIVATIONS = ("auto", "recompute", "tape", "keep", "host", "disk")
 UPDATE_MODES = ("serial", "overlap", "deferred")
 
 
-def kept_in(tier: str) -> str:
-    """The word for a call all of whose activations are kept in a tier."""
-    return f"kept on {tier}"
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What of a call is kept between its forward and its backward, and in which tier: its input; with it the outputs of
+    some classes of operators, which are then not run again; or all that autograd saves."""
 
-
-def keeps_all(acts: str) -> bool:
-    """Whether nothing is recomputed."""
-    return acts.startswith("kept on ")
-
-
-def act_tier(acts: str) -> str:
-    """Where what is kept lies between forward and backward."""
-    return acts.removeprefix("kept on ")
+    tier: str
+    tape: tuple[str, ...] = ()
+    everything: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +80,12 @@ class UnitPlacement:
     states: str
     grads: str  # host; disk where gradients that wait for the norm do not fit; device where the states are
     defers: bool = False  # its update belongs to the next step's forward
+    visits: bool = False  # its states are brought to the device to be updated there
+
+    @property
+    def update_lane(self) -> str:
+        """Whose optimizer updates it."""
+        return "device" if self.states == "device" or self.visits else "update"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class Placement:
     """Every free variable of a plan; lowering turns it into operations without further choices."""
 
     units: tuple[UnitPlacement, ...]
-    acts: tuple[str, ...]  # per call: the tier of its input, or kept_in(tier)
+    acts: tuple[Kept, ...]  # per call
     update: str  # one of UPDATE_MODES
     clip: bool  # the exact global norm is needed before the first update
     accumulation: int  # backward calls per optimizer step

@@ -138,35 +138,56 @@ class SlabRange:
 
     def arrays(self, slab: torch.Tensor | None, grad: torch.Tensor | None) -> StateRange:
         """The subgroup as typed ranges. `grad`: the unit's whole gradient where it is not in the slab."""
-        home, dtype = self._home, self._home.layout.dtype
+        home = self._home
+        resting = {"weight": home.weight, "grad": grad, **(home.state or {})}
 
-        def part(name: str, kind: torch.dtype, resting: torch.Tensor | None) -> torch.Tensor:
-            size = self._bytes(name, self._stop - self._start)
+        def found(name: str, size: int) -> torch.Tensor:
             if name in self._places and slab is not None:
                 at = self._places[name][0]
-                return slab[at : at + size].view(kind)
-            invariant(resting is not None, f"{name} is neither at rest in memory nor in the slab")
-            if resting is None:
+                return slab[at : at + size]
+            whole = resting.get(name)
+            invariant(whole is not None, f"{name} is neither at rest in memory nor in the slab")
+            if whole is None:
                 return torch.empty(0)
             begin = self._bytes(name, self._start)
-            return resting[begin : begin + size].view(kind)
+            return whole[begin : begin + size]
+
+        return self._typed(found)
+
+    def blank(self) -> StateRange:
+        """The sizes and types of `arrays`, without content."""
+        return self._typed(lambda _, size: torch.empty(size, dtype=torch.uint8, device="meta"))
+
+    def grad(self, slab: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor:
+        """Of `arrays`, the gradient."""
+        size = self._bytes("grad", self._stop - self._start)
+        at = self._places["grad"][0] if "grad" in self._places else self._bytes("grad", self._start)
+        source = slab if "grad" in self._places else grad
+        invariant(source is not None, "the gradient is neither at rest in memory nor in the slab")
+        if source is None:
+            return torch.empty(0)
+        return source[at : at + size].view(self._home.layout.dtype)
+
+    def _typed(self, found: Callable[[str, int], torch.Tensor]) -> StateRange:
+        home, dtype = self._home, self._home.layout.dtype
+
+        def part(name: str, kind: torch.dtype) -> torch.Tensor:
+            return found(name, self._bytes(name, self._stop - self._start)).view(kind)
 
         def state(name: str, kind: torch.dtype) -> torch.Tensor | None:
-            if home.layout.component(name) is None:
-                return None
-            return part(name, kind, (home.state or {}).get(name))
+            return None if home.layout.component(name) is None else part(name, kind)
 
         form = home.layout.state_format
         moment = _MOMENT_TYPES[form.moments]
         return StateRange(
             form,
             self._start,
-            part("weight", dtype, home.weight),
+            part("weight", dtype),
             state("low", torch.int16 if form.low_bits == 16 else torch.uint8),
             state("m", moment),
             state("v", moment),
             state("scales", torch.uint8),
-            part("grad", dtype, grad),
+            part("grad", dtype),
         )
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 import torch
 
 from spillway import native
+from spillway.plan.fill import extents_of_units
 from spillway.plan.memory import grads_at_home
 from spillway.plan.pools import SlabNames
-from spillway.plan.search import extents_of_units
 from spillway.spec.errors import DiskError, invariant
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import KeepPoints, Plan, act_tier
+from spillway.spec.plan import KeepPoints, Plan
 from spillway.store.arena import Arena, SlabPools
 from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Extent, Geometry, StripedDisk
@@ -135,9 +135,9 @@ class PlacedStore:
         extents: dict[int, Extent] = {}
         at = self._act_base
         names = SlabNames(profile, plan.placement)
-        for index, acts in enumerate(plan.placement.acts):
+        for index, kept in enumerate(plan.placement.acts):
             size = names.act_bytes(index)
-            if act_tier(acts) == "disk" and size:
+            if kept.tier == "disk" and size:
                 extents[index] = Extent(at, size)
                 at += size
         if extents:

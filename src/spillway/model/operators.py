@@ -1,0 +1,103 @@
+"""Classes of operators: which outputs are worth keeping between forward and backward, and what each costs."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from spillway.spec.model import PAGE, OperatorClass
+from spillway.spec.sizes import align
+
+# Place of the left factor among the arguments; its last dimension is summed over.
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_grouped_mm": 0}
+_ATTENTION = "_scaled_dot_product_"
+OTHER = "other"
+
+
+def class_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The class of an operator whose output may be kept; None of one that is cheap to run again.
+
+    Matrix products are told apart by the length of the sum: their FLOPs per byte of output are equal to it, whatever
+    the batch (Fuyou, table 2; LoHan, equation 6). Attention that drops at random is not kept: what is drawn after it
+    would not be the same where it does not run.
+    """
+    if func.namespace != "aten":
+        return None
+    name = func._schema.name.removeprefix("aten::")
+    if name in _PRODUCTS:
+        return f"matmul {args[_PRODUCTS[name]].shape[-1]}"
+    if name == "convolution":
+        return f"matmul {prod(args[1].shape[1:])}"
+    if name.startswith(_ATTENTION) and not name.endswith("_backward"):
+        place = _place_of_dropout(func)
+        dropout = kwargs.get("dropout_p", args[place] if place is not None and place < len(args) else 0.0)
+        return "attention" if dropout == 0.0 else None
+    return None
+
+
+@cache
+def _place_of_dropout(func: Any) -> int | None:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None
+
+
+def flop_counter() -> FlopCounterMode:
+    """PyTorch's, which leaves out attention on the CPU."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Both products of attention: query [b, h, s, d], key [b, h, t, d], value [b, h, t, e]."""
+    batch, heads, rows, inner = query
+    columns, outer = key[-2], value[-1]
+    return int(2 * batch * heads * rows * columns * (inner + outer))
+
+
+@dataclass(slots=True)
+class _Sum:
+    flops: float = 0.0
+    num_bytes: int = 0
+    count: int = 0
+
+
+@dataclass(slots=True)
+class _Found:
+    classes: dict[str, _Sum] = field(default_factory=dict)
+
+
+class OperatorTally(TorchDispatchMode):
+    """Adds up what the operators of one call give and cost. Entered after `flops`, which it reads."""
+
+    def __init__(self, flops: FlopCounterMode) -> None:
+        super().__init__()
+        self._flops = flops
+        self._found = _Found()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator and count its output."""
+        kwargs = kwargs or {}
+        before = self._flops.get_total_flops()
+        result = func(*args, **kwargs)
+        if any(given.alias_info is None for given in func._schema.returns):
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            entry = self._found.classes.setdefault(class_of(func, args, kwargs) or OTHER, _Sum())
+            entry.flops += float(self._flops.get_total_flops() - before)
+            entry.num_bytes += sum(align(tensor.numel() * tensor.element_size(), PAGE) for tensor in tensors)
+            entry.count += len(tensors)
+        return result
+
+    def classes(self) -> tuple[OperatorClass, ...]:
+        """What was seen, the highest FLOPs per byte first."""
+        found = [
+            OperatorClass(name, entry.flops, entry.num_bytes, entry.count, name == OTHER)
+            for name, entry in self._found.classes.items()
+        ]
+        return tuple(sorted(found, key=lambda entry: -entry.benefit))

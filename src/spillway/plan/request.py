@@ -1,0 +1,104 @@
+"""What a plan is asked for, and what that leaves to choose."""
+
+from dataclasses import dataclass
+
+from spillway.plan.policies import Policy, find_policy
+from spillway.spec.errors import UsageError
+from spillway.spec.plan import ACTIVATIONS, LAST_POINT, TIERS, UPDATE_MODES, KeepPoints, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What the user fixed; 'auto' leaves the choice to the planner."""
+
+    update: str = "auto"
+    weights: str = "auto"
+    states: str = "auto"
+    clip: bool = False
+    accumulation: int = 1
+    has_store: bool = True
+    keep: KeepPoints = LAST_POINT
+    activations: str = "auto"  # one of ACTIVATIONS
+    policy: str = "auto"  # one of POLICIES
+    fixed: Placement | None = None  # units already rest where it says: only the step is planned
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What is left to choose from: the user's wishes within the policy. Tiers from the farthest to the nearest."""
+
+    weights: tuple[str, ...]
+    states: tuple[str, ...]
+    grads: tuple[str, ...]
+    inputs: tuple[str, ...]
+    keeps: tuple[str, ...]  # of "tape" and "everything"
+    kept_in: tuple[str, ...]
+    must_keep: bool
+    update: str  # a mode, or "auto"
+    policy: Policy
+
+
+def space_of(request: PlanRequest) -> Space:
+    """Raises UsageError where wishes contradict each other, the policy, or the lack of a store."""
+    policy = find_policy(request.policy)
+    weights = _tiers("weights", request.weights, policy.weights, policy, request.has_store)
+    states = _tiers("states", request.states, policy.states, policy, request.has_store)
+    if request.states == "device" and request.weights not in ("auto", "device"):
+        raise UsageError(f"states='device' needs the weights there too, not weights='{request.weights}'")
+    wanted, keeps, kept_in = request.activations, policy.keeps, policy.kept_in
+    if wanted not in ACTIVATIONS:
+        raise UsageError(f"activations='{wanted}' is not one of {', '.join(ACTIVATIONS)}")
+    if wanted == "disk" and not request.has_store:
+        raise UsageError("activations='disk' needs a store: give the path of a directory on a fast drive")
+    if wanted == "recompute":
+        keeps = ()
+    elif wanted == "tape":
+        keeps = ("tape",)
+    elif wanted == "keep":
+        keeps, kept_in = ("everything",), ("device",)
+    elif wanted in TIERS:
+        keeps, kept_in = ("everything",), (wanted,)
+    must_keep = policy.must_keep or wanted in TIERS
+    inputs = _tiers("inputs of units", "auto", policy.inputs, policy, request.has_store)
+    grads = _tiers("gradients", "auto", policy.grads, policy, request.has_store)
+    kept = tuple(tier for tier in _FARTHEST_FIRST if tier in kept_in and (tier != "disk" or request.has_store))
+    return Space(weights, states, grads, inputs, keeps, kept, must_keep, _update(request, policy), policy)
+
+
+_FARTHEST_FIRST = ("disk", "host", "device")
+
+
+def _tiers(what: str, wanted: str, allowed: tuple[str, ...], policy: Policy, has_store: bool) -> tuple[str, ...]:
+    if wanted not in ("auto", *TIERS):
+        raise UsageError(f"{what}='{wanted}' is not one of auto, {', '.join(TIERS)}")
+    if wanted == "disk" and not has_store:
+        raise UsageError(f"{what}='disk' needs a store: give the path of a directory on a fast drive")
+    if wanted != "auto" and wanted not in allowed:
+        raise UsageError(f"policy '{policy.name}' keeps {what} on {' or '.join(allowed)}, not on {wanted}")
+    tiers = tuple(tier for tier in _FARTHEST_FIRST if tier in (allowed if wanted == "auto" else (wanted,)))
+    if not has_store:
+        tiers = tuple(tier for tier in tiers if tier != "disk")
+    if not tiers:
+        raise UsageError(f"policy '{policy.name}' needs a store: give the path of a directory on a fast drive")
+    return tiers
+
+
+def _update(request: PlanRequest, policy: Policy) -> str:
+    """The mode, or 'auto'."""
+    if request.fixed is not None:
+        return request.fixed.update
+    if request.update not in ("auto", *UPDATE_MODES):
+        raise UsageError(f"update='{request.update}' is not one of auto, {', '.join(UPDATE_MODES)}")
+    if request.update == "overlap" and request.clip and request.accumulation > 1:
+        raise UsageError(
+            "update='overlap' cannot clip gradients of several backward calls: use update='deferred' (or 'auto'), "
+            "or max_grad_norm=None"
+        )
+    if request.update != "auto":
+        if request.update not in policy.updates:
+            raise UsageError(f"policy '{policy.name}' updates {' or '.join(policy.updates)}, not {request.update}")
+        return request.update
+    if len(policy.updates) > 1:
+        return "auto"
+    only = policy.updates[0]
+    return "deferred" if only == "overlap" and request.clip and request.accumulation > 1 else only

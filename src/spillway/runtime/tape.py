@@ -1,0 +1,158 @@
+"""Outputs of chosen operators of one call: recorded in its forward, replayed in backward instead of run again.
+
+Works beneath autograd, where each operator arrives once, with plain tensors: autograd of the replaying forward saves
+what is replayed, and what lies between is computed again.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from spillway.model.operators import class_of
+from spillway.spec.errors import invariant
+from spillway.spec.sizes import align
+from spillway.store.arena import PAGE
+
+
+@dataclass(slots=True)
+class _Output:
+    """What one operator gave: its tensors, in place or as the bytes that wait elsewhere."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """A tensor whose bytes are elsewhere, `at` from the start of their slab."""
+
+    at: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    byte_offset: Any
+
+    def view(self, slab: torch.Tensor) -> torch.Tensor:
+        """The tensor again."""
+        start = slab.storage_offset() + self.at + self.byte_offset
+        empty = torch.empty(0, dtype=self.dtype, device=slab.device)
+        return empty.set_(slab.untyped_storage(), start // self.dtype.itemsize, self.shape, self.stride)
+
+
+class Tape:
+    """Of one call, micro-batch by micro-batch."""
+
+    def __init__(self, classes: tuple[str, ...], moves: bool) -> None:
+        self.classes = frozenset(classes)
+        self.moves = moves
+        self._parts: list[list[_Output]] = []
+        self._slab: torch.Tensor | None = None
+
+    def record(self) -> "Recorder":
+        """The context in which a micro-batch is computed for the first time."""
+        outputs: list[_Output] = []
+        self._parts.append(outputs)
+        return Recorder(self.classes, outputs)
+
+    def release(self, start: int, capacity: int) -> list[torch.Tensor]:
+        """Bytes to be moved away, in the order in which they will lie at whole pages of a slab of `capacity` bytes
+        whose first `start` are taken. What does not fit stays, and what is smaller than a page."""
+        moved, at = [], start
+        for output in (output for part in self._parts for output in part):
+            for place, leaf in enumerate(output.leaves):
+                if not isinstance(leaf, torch.Tensor):
+                    continue
+                content = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(leaf.untyped_storage())
+                size = align(content.numel(), PAGE)
+                if content.numel() < PAGE or at + size > capacity:
+                    continue
+                offset = leaf.storage_offset() * leaf.itemsize
+                output.leaves[place] = _Moved(at, leaf.dtype, leaf.shape, leaf.stride(), offset)
+                moved.append(content)
+                at += size
+        return moved
+
+    def bring_back(self, slab: torch.Tensor | None) -> None:
+        """What was moved is in this slab."""
+        self._slab = slab
+
+    def replay(self, index: int) -> "Replayer":
+        """The context in which a micro-batch is computed again; what was kept of it is then forgotten here."""
+        outputs, self._parts[index] = self._parts[index], []
+        return Replayer(self.classes, outputs, self._slab)
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps outputs as they are made. One that is changed in place later is copied before."""
+
+    def __init__(self, classes: frozenset[str], outputs: list[_Output]) -> None:
+        super().__init__()
+        self._classes = classes
+        self._outputs = outputs
+        self._where: dict[int, list[tuple[_Output, int]]] = {}  # address of a storage -> who keeps it
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator."""
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and self._where:
+            self._save_from(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if class_of(func, args, kwargs) in self._classes:
+            leaves, spec = tree_flatten(result)
+            output = _Output([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+            self._outputs.append(output)
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, torch.Tensor):
+                    self._where.setdefault(leaf.untyped_storage().data_ptr(), []).append((output, place))
+        return result
+
+    def _save_from(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write:
+                self._copy(value)
+        for argument in func._schema.arguments:
+            if argument.is_write and argument.name in kwargs:
+                self._copy(kwargs[argument.name])
+
+    def _copy(self, written: Any) -> None:
+        for tensor in written if isinstance(written, (list, tuple)) else [written]:
+            if isinstance(tensor, torch.Tensor):
+                for output, place in self._where.pop(tensor.untyped_storage().data_ptr(), []):
+                    output.leaves[place] = output.leaves[place].clone()
+
+
+class Replayer(TorchDispatchMode):
+    """Gives recorded outputs in the place of running their operators."""
+
+    def __init__(self, classes: frozenset[str], outputs: list[_Output], slab: torch.Tensor | None) -> None:
+        super().__init__()
+        self._classes = classes
+        self._left = iter(outputs)
+        self._slab = slab
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator, or not."""
+        kwargs = kwargs or {}
+        if class_of(func, args, kwargs) not in self._classes:
+            return func(*args, **kwargs)
+        output = next(self._left, None)
+        invariant(output is not None, f"backward runs {func}, which the forward of the unit did not")
+        if output is None:
+            raise AssertionError
+        leaves = [self._back(leaf) for leaf in output.leaves]
+        output.leaves.clear()
+        return tree_unflatten(leaves, output.spec)
+
+    def _back(self, leaf: Any) -> Any:
+        if not isinstance(leaf, _Moved):
+            return leaf
+        if self._slab is None:
+            raise AssertionError("a tensor is wanted before it was brought back")
+        return leaf.view(self._slab)
