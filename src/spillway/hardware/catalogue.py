@@ -18,9 +18,10 @@ _GB, _TB = 10**9, 10**12
 _T = 10**12
 
 # What a block reaches of the maker's figure. Consumer cards are held to half their tensor rate with fp32 accumulation
-# and reach almost all of that (Fuyou: 156 of 165 TFLOP/s on a 4090); a data centre card reaches about two thirds
-# (Fuyou: 202 of 312 on an A100).
-_CONSUMER_SHARE = 0.9
+# and reach all of that (Fuyou: 87 TFLOP/s are 53 % of what a block reaches on a 4090, so that is 164 of 165); a data
+# centre card reaches about two thirds
+# (172 are 86 %: 200 of 312 on an A100).
+_CONSUMER_SHARE = 0.99
 # Makers' dense 16-bit figures with fp32 accumulation; prices at launch, or of the papers.
 GPUS = {
     gpu.name: gpu
