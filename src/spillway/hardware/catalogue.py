@@ -18,26 +18,34 @@ _GB, _TB = 10**9, 10**12
 _T = 10**12
 
 # What a block reaches of the maker's figure. Consumer cards are held to half their tensor rate with fp32 accumulation
-# and reach all of that (Fuyou: 87 TFLOP/s are 53 % of what a block reaches on a 4090, so that is 164 of 165); a data
-# centre card reaches about two thirds
-# (172 are 86 %: 200 of 312 on an A100).
-_CONSUMER_SHARE = 0.99
-# Makers' dense 16-bit figures with fp32 accumulation; prices at launch, or of the papers.
+# and reach almost all of that (Fuyou: 156 of 165 TFLOP/s in training on a 4090); a data centre card reaches about two
+# thirds (Fuyou: 202 of 312 on an A100).
+_CONSUMER_SHARE = 0.94
+# Makers' dense 16-bit figures with fp32 accumulation and memory bandwidths; prices at launch, or of the papers.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("rtx3090", 24 << 30, 71 * _T, 4, 1499, "NVIDIA Ampere GA102 whitepaper", _CONSUMER_SHARE),
-        Gpu("rtx4080", 16 << 30, 97.5 * _T, 4, 1199, "NVIDIA Ada whitepaper", _CONSUMER_SHARE),
-        Gpu("rtx4090", 24 << 30, 165.2 * _T, 4, 1600, "NVIDIA Ada whitepaper; price as in Fuyou", _CONSUMER_SHARE),
-        Gpu("rtx5090", 32 << 30, 209.5 * _T, 5, 1999, "NVIDIA RTX Blackwell whitepaper", _CONSUMER_SHARE),
-        Gpu("rtxpro6000", 96 << 30, 503.8 * _T, 5, 0, "NVIDIA RTX PRO Blackwell whitepaper"),
-        Gpu("l40s", 48 << 30, 362 * _T, 4, 0, "NVIDIA L40S datasheet"),
-        Gpu("v100", 32 << 30, 125 * _T, 3, 0, "NVIDIA V100 datasheet"),
-        Gpu("a100-40", 40 << 30, 312 * _T, 4, 0, "NVIDIA A100 datasheet"),
-        Gpu("a100-80", 80 << 30, 312 * _T, 4, 14177, "NVIDIA A100 datasheet; price as in Fuyou"),
-        Gpu("h100", 80 << 30, 989 * _T, 5, 0, "NVIDIA H100 SXM datasheet"),
-        Gpu("h200", 141 * _GB, 989 * _T, 5, 0, "NVIDIA H200 datasheet"),
-        Gpu("b200", 180 * _GB, 2250 * _T, 5, 0, "NVIDIA HGX B200 datasheet"),
+        Gpu("rtx3090", 24 << 30, 71 * _T, 4, 1499, "NVIDIA Ampere GA102 whitepaper", 936 * _GB, _CONSUMER_SHARE),
+        Gpu("rtx4080", 16 << 30, 97.5 * _T, 4, 1199, "NVIDIA Ada whitepaper", 717 * _GB, _CONSUMER_SHARE),
+        Gpu(
+            "rtx4090",
+            24 << 30,
+            165.2 * _T,
+            4,
+            1600,
+            "NVIDIA Ada whitepaper; price as in Fuyou",
+            1008 * _GB,
+            _CONSUMER_SHARE,
+        ),
+        Gpu("rtx5090", 32 << 30, 209.5 * _T, 5, 1999, "NVIDIA RTX Blackwell whitepaper", 1792 * _GB, _CONSUMER_SHARE),
+        Gpu("rtxpro6000", 96 << 30, 503.8 * _T, 5, 0, "NVIDIA RTX PRO Blackwell whitepaper", 1792 * _GB),
+        Gpu("l40s", 48 << 30, 362 * _T, 4, 0, "NVIDIA L40S datasheet", 864 * _GB),
+        Gpu("v100", 32 << 30, 125 * _T, 3, 0, "NVIDIA V100 datasheet", 900 * _GB),
+        Gpu("a100-40", 40 << 30, 312 * _T, 4, 0, "NVIDIA A100 datasheet", 1555 * _GB),
+        Gpu("a100-80", 80 << 30, 312 * _T, 4, 14177, "NVIDIA A100 datasheet; price as in Fuyou", 1935 * _GB),
+        Gpu("h100", 80 << 30, 989 * _T, 5, 0, "NVIDIA H100 SXM datasheet", 3350 * _GB),
+        Gpu("h200", 141 * _GB, 989 * _T, 5, 0, "NVIDIA H200 datasheet", 4800 * _GB),
+        Gpu("b200", 180 * _GB, 2250 * _T, 5, 0, "NVIDIA HGX B200 datasheet", 8000 * _GB),
     )
 }
 # Makers' sequential figures: a consumer drive writes slower once its cache is full, so probe a real one.
@@ -113,6 +121,7 @@ def build(
         sum(drive.write_bytes_per_s for drive in drives) or 1.0,
         host_rate / _UPDATE_BYTES,
         host_rate,
+        device_update_params_per_s=gpu.memory_bytes_per_s / _UPDATE_BYTES,
     )
     price = gpu.price + sum(drive.price for drive in drives)
     known = gpu.price and all(drive.price for drive in drives)

@@ -33,6 +33,7 @@ class CallRecord:
     operators: tuple[OperatorClass, ...] = ()
     rows: int = 0  # of a LOSS: how many it may be cut into
     chunk_rows: int = 0
+    again: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None  # to call it on other fake tensors
     origins: dict[int, frozenset[int]] = field(default_factory=dict)  # per output: inputs it was computed from
 
 
@@ -53,9 +54,11 @@ class CallShape:
 
 @dataclass(slots=True)
 class Profiler:
-    """Collects the calls of one forward. `weights`: storages of parameters, which autograd need not save."""
+    """Collects the calls of one forward. `weights`: storages of parameters, which autograd need not save. `is_fake`:
+    tensors have no content, so they may be held."""
 
     weights: set[int] = field(default_factory=set)
+    is_fake: bool = False
     calls: list[CallRecord] = field(default_factory=list)
     _flops: FlopCounterMode = field(default_factory=flop_counter)
 
@@ -107,6 +110,7 @@ class Profiler:
             tally.classes(),
             rows,
             chunk_rows,
+            (function, args, kwargs) if self.is_fake else None,
             _origins(inputs, outputs),
         )
         self.calls.append(record)
@@ -227,9 +231,13 @@ def _grew(tensor: torch.Tensor, grown: torch.Tensor) -> bool:
 
 
 def model_profile(
-    units: tuple[Unit, ...], calls: list[CallRecord], shapes: tuple[CallShape, ...], tokens: int
+    units: tuple[Unit, ...],
+    calls: list[CallRecord],
+    shapes: tuple[CallShape, ...],
+    works: tuple[int, ...],
+    tokens: int,
 ) -> ModelProfile:
-    """What the planner needs to know."""
+    """What the planner needs to know. `works`: per call, what one micro-batch takes while it computes; 0 unknown."""
     act_ids = {id(calls[i].inputs[j]) for i, shape in enumerate(shapes) for j in shape.acts}
     boundary: dict[int, int] = {}
     for call in calls:
@@ -246,13 +254,20 @@ def model_profile(
             shape.chunks,
             call.saved_count,
             tuple(operator.cut(shape.chunks) for operator in call.operators),
+            work + _whole(call) if work and shape.chunks > 1 else work,
         )
-        for call, shape in zip(calls, shapes, strict=True)
+        for call, shape, work in zip(calls, shapes, works, strict=True)
     )
     resident = next((index for index, unit in enumerate(units) if not unit.members), None)
     update_bytes = max(unit.layout.update_bytes for unit in units)
     known = tuple(map(unit_profile, units))
     return ModelProfile(known, profiles, sum(boundary.values()), resident, tokens, update_bytes)
+
+
+def _whole(call: CallRecord) -> int:
+    """What goes in and out of a call that is cut, and its gradients: they are of the whole batch."""
+    outputs = sum(tensor_bytes(tensor) for tensor in call.outputs.values())
+    return 2 * outputs + sum(tensor_bytes(tensor) for tensor in call.inputs.values() if tensor.requires_grad)
 
 
 def unit_profile(unit: Unit) -> UnitProfile:

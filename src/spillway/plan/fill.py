@@ -73,10 +73,11 @@ class Filler:
 
     def deepest(self, update: str) -> Candidate:
         """The deepest pipeline that fits with everything as far from the device as may be. Raises PlanInfeasible."""
-        smallest: Candidate | None = None
-        for window in range(self._space.policy.window, 0, -1):
+        smallest = None
+        for window, grad_slots in (*((window, 2) for window in range(self._space.policy.window, 0, -1)), (1, 1)):
             for subgroup, slabs in self._subgroups():
-                smallest = self.candidate(self._lowest(update, window, subgroup, slabs))
+                lowest = replace(self._lowest(update, window, subgroup, slabs), grad_slots=grad_slots)
+                smallest = self.candidate(lowest)
                 if self.fits(smallest):
                     return smallest
         if smallest is None:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from spillway.plan.pools import Kinds, Placed, stored_bytes
-from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Placement, Pool, TierPeaks
+from spillway.spec.model import CallProfile, ModelProfile
+from spillway.spec.plan import Kept, Placement, Pool, TierPeaks
 
 # A GPU's allocator hands out what calls keep in blocks that are rounded up and do not always fit where others were.
 _FRAGMENTED = 1.1
@@ -43,12 +43,14 @@ def grads_at_home(placement: Placement, unit: int) -> bool:
     return waits and placement.units[unit].grads == "host"
 
 
-def working_bytes(model: ModelProfile) -> int:
-    """Device memory the busiest unit needs while it computes: what autograd saves for one micro-batch, gradients of
-    weights on their way, and as much again for temporaries."""
-    return max(
-        (2 * (call.saved_bytes + model.units[call.unit].weight_bytes) // call.chunks for call in model.calls), default=0
-    )
+def working_bytes(model: ModelProfile, call: CallProfile, kept: Kept) -> int:
+    """Device memory that a call needs while it computes. Where it could not be measured: what autograd saves for one
+    micro-batch, gradients of weights on their way, and as much again for temporaries. What is kept is counted as
+    such."""
+    if not call.work_bytes:
+        return 2 * (call.saved_bytes + model.units[call.unit].weight_bytes) // call.chunks
+    taken = (stored_bytes(call, kept) - call.act_bytes) // call.chunks
+    return max(call.work_bytes - taken, call.act_bytes)
 
 
 def peaks(
@@ -69,7 +71,10 @@ def peaks(
         (placement.acts[first].tier, stored_bytes(model.calls[first], placement.acts[first]), count)
         for first, count in placed.calls
     ]
-    device = sum(part.device * count for part, count in resting) + working_bytes(model) + model.boundary_bytes
+    device = sum(part.device * count for part, count in resting) + model.boundary_bytes
+    device += max(
+        (working_bytes(model, model.calls[first], placement.acts[first]) for first, _ in placed.calls), default=0
+    )
     on_device = sum(size * count for tier, size, count in stored if tier == "device")
     device += on_device if device_is_host else int(_FRAGMENTED * on_device)
     # Those of two calls may be on their way to host memory.

@@ -30,7 +30,15 @@ class Kinds:
             for index, unit in enumerate(model.units)
         )
         self.calls = _numbers(
-            (call.kind, call.act_bytes, call.saved_bytes, call.saved_count, call.chunks, call.operators)
+            (
+                call.kind,
+                call.act_bytes,
+                call.saved_bytes,
+                call.saved_count,
+                call.chunks,
+                call.operators,
+                call.work_bytes,
+            )
             for call in model.calls
         )
 
@@ -152,9 +160,9 @@ class SlabNames:
         return tuple(Pool(name, tiers[name], sizes[name], counts[name]) for name in tiers)
 
     def _grad_slots_needed(self) -> int:
-        """Two, so that a download overlaps the next backward, and one for every unit whose calls lie apart."""
+        """As the plan says, and one for every unit whose calls lie apart."""
         calls = [call.unit for call in self._model.calls]
-        return 2 + sum(count > 1 for count in Counter(calls).values())
+        return self._placement.grad_slots + sum(count > 1 for count in Counter(calls).values())
 
 
 def stored_bytes(call: CallProfile, kept: Kept) -> int:

@@ -7,6 +7,7 @@ from spillway.plan.bounds import lower_bound
 from spillway.plan.check import check
 from spillway.plan.fill import Candidate, Filler
 from spillway.plan.lower import lower, lower_step
+from spillway.plan.pools import recomputed_flops
 from spillway.plan.request import PlanRequest, Space, space_of
 from spillway.plan.simulate import simulate, step_seconds
 from spillway.spec.hardware import Budget, HardwareSpec
@@ -73,7 +74,7 @@ class _Search:
             found.setdefault(candidate.placement, candidate)
         bounds = {place: self._bound(candidate) for place, candidate in found.items()}
         best: _Timed | None = None
-        for place in sorted(found, key=lambda place: bounds[place]):
+        for place in sorted(found, key=lambda place: (bounds[place], self._recomputed(found[place]))):
             for variant in self._variants(found[place]):
                 if best is not None and best.seconds <= _CLOSE * bounds[place]:
                     break
@@ -93,6 +94,10 @@ class _Search:
         units = tuple(replace(where, defers=where.states != "none") for where in placement.units)
         free = replace(self._hardware, update_params_per_s=float("inf")) if self._may_visit else self._hardware
         return lower_bound(self._model, replace(placement, units=units, update="deferred"), free)
+
+    def _recomputed(self, candidate: Candidate) -> float:
+        pairs = zip(self._model.calls, candidate.placement.acts, strict=True)
+        return sum(recomputed_flops(call, kept) for call, kept in pairs)
 
     def _better(self, best: _Timed | None, candidate: Candidate) -> _Timed:
         if best is not None and lower_bound(self._model, candidate.placement, self._hardware) >= best.seconds:

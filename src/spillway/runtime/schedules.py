@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from spillway.model.binding import bound
 from spillway.model.profile import (
@@ -22,6 +22,7 @@ from spillway.model.profile import (
     storage_of,
 )
 from spillway.model.units import Unit
+from spillway.model.work import work_bytes
 from spillway.runtime.buffers import all_buffers_kept
 from spillway.runtime.calls import rng_kept
 from spillway.spec.errors import UsageError
@@ -85,8 +86,9 @@ class Schedules:
             self._calls_beside = False
             tensors = _tensors((args, kwargs))
             calls, shapes = self._profile(args, kwargs) if tensors else ([], ())
+            works = self._works(calls, shapes)
             tokens = max((leaf.numel() for leaf in tensors if not leaf.is_floating_point()), default=0)
-            profile = model_profile(self._units, calls, shapes, tokens)
+            profile = model_profile(self._units, calls, shapes, works, tokens)
             known = Schedule(self._planner(profile, self._is_open()), profile, shapes, self._calls_beside)
             self._known[signature] = known
         return known
@@ -150,16 +152,62 @@ class Schedules:
         ):
             weights: set[int] = set()
             for unit in self._units:
-                fakes = {
-                    place.name: nn.Parameter(
-                        torch.empty(place.shape, dtype=place.dtype, device=self._device), place.trainable
-                    )
-                    for place in unit.layout.places
-                }
+                fakes = self._fakes(unit)
                 weights |= {storage_of(fake) for fake in fakes.values()}
                 stack.enter_context(bound(unit, fakes, self._placeholders))
             args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
-            return self._record(args, kwargs, Profiler(weights), is_real=False)
+            return self._record(args, kwargs, Profiler(weights, is_fake=True), is_real=False)
+
+    def _fakes(self, unit: Unit) -> dict[str, nn.Parameter]:
+        return {
+            place.name: nn.Parameter(torch.empty(place.shape, dtype=place.dtype, device=self._device), place.trainable)
+            for place in unit.layout.places
+        }
+
+    def _works(self, calls: list[CallRecord], shapes: tuple[CallShape, ...]) -> tuple[int, ...]:
+        """What a micro-batch of each call takes while it computes, told by one call of each kind; 0 where only real
+        tensors would tell."""
+        known: dict[Any, int] = {}
+        works = []
+        for call, shape in zip(calls, shapes, strict=True):
+            kind = self._kind(call, shape)
+            if kind not in known:
+                known[kind] = self._work(call, shape)
+            works.append(known[kind])
+        return tuple(works)
+
+    def _kind(self, call: CallRecord, shape: CallShape) -> Any:
+        places = self._units[call.unit].layout.places
+        sizes = tuple((place.shape, place.dtype, place.trainable) for place in places)
+        given = tuple((place, tuple(tensor.shape), tensor.dtype) for place, tensor in call.inputs.items())
+        return sizes, given, shape.kind, shape.chunks, shape.chunk_rows
+
+    def _work(self, call: CallRecord, shape: CallShape) -> int:
+        if call.again is None:
+            return 0
+        function, args, kwargs = call.again
+        with (
+            rng_kept(self._device),
+            all_buffers_kept(self._model),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            ExitStack() as stack,
+        ):
+            params = {}
+            for unit in self._units:
+                fakes = self._fakes(unit)
+                stack.enter_context(bound(unit, fakes, self._placeholders))
+                if unit is self._units[call.unit]:
+                    params = fakes
+            leaves, spec = tree_flatten((args, kwargs))
+            for place, tensor in call.inputs.items():
+                size = list(tensor.shape)
+                if shape.chunks > 1 and place in shape.cut_inputs:
+                    size[0] = min(shape.chunk_rows, size[0])
+                leaves[place] = torch.empty(size, dtype=tensor.dtype, device=tensor.device).requires_grad_(
+                    tensor.requires_grad
+                )
+            args, kwargs = tree_unflatten(leaves, spec)
+            return work_bytes(function, args, kwargs, list(params.values()))
 
     def _profile_real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
         """A forward on real data, one unit at a time, for models whose forward looks at values."""

@@ -8,7 +8,7 @@ from spillway.spec.hardware import HardwareSpec
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """A device. `peak_flops_per_s`: dense 16-bit products with fp32 accumulation; `block_share`: what of it a
-    transformer block reaches. Price in dollars, 0 unknown."""
+    transformer block reaches. `memory_bytes_per_s`: of its own memory. Price in dollars, 0 unknown."""
 
     name: str
     memory_bytes: int
@@ -16,6 +16,7 @@ class Gpu:
     pcie_generation: int
     price: float
     source: str
+    memory_bytes_per_s: float
     block_share: float = 0.65
 
 

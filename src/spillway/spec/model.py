@@ -51,6 +51,7 @@ class CallProfile:
     chunks: int = 1  # micro-batches, or pieces of the loss
     saved_count: int = 0  # tensors that `saved_bytes` are of
     operators: tuple[OperatorClass, ...] = ()  # highest benefit first
+    work_bytes: int = 0  # of the device while a micro-batch is computed, forward and backward; 0 where unknown
 
     @property
     def saved_room(self) -> int:
