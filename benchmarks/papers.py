@@ -5,7 +5,8 @@
 Every figure is simulated: the plan that the policy makes for the papers' machine, with makers' bandwidths and the block
 rate that Fuyou measured. Models have the papers' shapes and bytes: 16-bit weights beside a 32-bit master (14 bytes
 read, 14 written by an update; our own planner has ours, 12 and 12), and fused kernels (32 bytes of activations per
-token, width and block: their 213 GB of the 13B model at 32 rows). Target: within 15 % of the paper, or a reason why not.
+token, width and block: their 213 GB of the 13B model at 32 rows). Target: within 15 % of the paper, or a reason why
+not.
 """
 
 import argparse

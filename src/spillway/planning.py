@@ -23,7 +23,7 @@ from spillway.integrations.huggingface import (
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.optim.config import NAMED, Rule, settings_of, state_format
 from spillway.plan.request import PlanRequest
-from spillway.plan.search import make_plan
+from spillway.plan.search import fits, make_plan
 from spillway.plan.simulate import simulate
 from spillway.report.progress import Reporter
 from spillway.spec.answers import Help, PlanReport
@@ -96,10 +96,17 @@ class Question:
             self._profiles[key] = model_profiler(model, form, rows, length, micro)
         return self._profiles[key]
 
-    def plan(self, machine: Machine, profile: ModelProfile, options: TrainOptions | None = None) -> Plan:
+    def plan(self, machine: Machine, profile: ModelProfile) -> Plan:
         """Raises PlanInfeasible."""
-        options = options or self.options
-        request = PlanRequest(
+        return make_plan(profile, machine.hardware, self.budget(machine), self._request(machine))
+
+    def fits(self, machine: Machine, profile: ModelProfile) -> bool:
+        """Whether there is a plan."""
+        return fits(profile, machine.hardware, self.budget(machine), self._request(machine))
+
+    def _request(self, machine: Machine) -> PlanRequest:
+        options = self.options
+        return PlanRequest(
             options.update,
             options.weights,
             options.states,
@@ -110,7 +117,6 @@ class Question:
             options.activations,
             options.policy,
         )
-        return make_plan(profile, machine.hardware, self.budget(machine), request)
 
 
 def fitting_length(options: TrainOptions) -> int:
@@ -188,20 +194,16 @@ def largest(question: Question, progress: Callable[[str], None]) -> tuple[int, i
     params_of = [sum(unit.num_params for unit in profile.units) for profile in (one, two)]
     question.plan(question.machine, one)
 
-    def fits(layers: int) -> bool:
+    def fit(layers: int) -> bool:
         progress(f"{layers} blocks")
-        try:
-            question.plan(question.machine, _repeat_blocks(two, layers))
-            return True
-        except PlanInfeasible:
-            return False
+        return question.fits(question.machine, _repeat_blocks(two, layers))
 
     low, high = 1, 2
-    while high < 4096 and fits(high):
+    while high < 4096 and fit(high):
         low, high = high, 2 * high
     while high - low > max(low // 64, 1):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if fit(middle) else (low, middle)
     return low, params_of[0] + (low - 1) * (params_of[1] - params_of[0])
 
 

@@ -8,7 +8,7 @@ has, and all the leases that the one-by-one run would have got back by now have 
 progress, whatever the timing.
 """
 
-from spillway.spec.errors import invariant
+from spillway.spec.errors import InvariantError, invariant
 from spillway.spec.plan import GROUPS, KINDS, LANES, Op, Plan, Pool
 
 
@@ -25,23 +25,34 @@ def check_ops(ops: tuple[Op, ...], pools: dict[str, Pool]) -> None:
     held: dict[str, str] = {}
     used: set[str] = set()
     for position, op in enumerate(ops):
-        where = f"operation {position} ({op.kind} of unit {op.unit})"
-        invariant(op.id == position, f"{where} carries the number {op.id}")
-        known = op.kind in KINDS and op.lane in LANES and op.group in GROUPS
-        invariant(known, f"{where} has an unknown kind, lane or group")
-        invariant(all(0 <= dep < position for dep in op.deps), f"{where} depends on a later operation")
-        invariant(op.amount >= 0, f"{where} has a negative amount")
+        if op.id != position:
+            _refuse(position, op, f"carries the number {op.id}")
+        if op.kind not in KINDS or op.lane not in LANES or op.group not in GROUPS:
+            _refuse(position, op, "has an unknown kind, lane or group")
+        if op.deps and not (min(op.deps) >= 0 and max(op.deps) < position):
+            _refuse(position, op, "depends on a later operation")
+        if op.amount < 0:
+            _refuse(position, op, "has a negative amount")
         for pool, lease in op.take:
-            invariant(lease not in used, f"{where} takes the lease {lease} a second time")
-            invariant(free.get(pool, 0) > 0, f"{where} finds no free slab in {pool}")
+            if lease in used:
+                _refuse(position, op, f"takes the lease {lease} a second time")
+            if free.get(pool, 0) <= 0:
+                _refuse(position, op, f"finds no free slab in {pool}")
             free[pool] -= 1
             held[lease] = pool
             used.add(lease)
         for lease in (op.source, op.target):
-            invariant(
-                lease in ("", "home", "written") or lease in held, f"{where} uses the lease {lease}, which nobody holds"
-            )
+            if lease not in _PLACES and lease not in held:
+                _refuse(position, op, f"uses the lease {lease}, which nobody holds")
         for lease in op.give:
-            invariant(lease in held, f"{where} gives back the lease {lease}, which nobody holds")
+            if lease not in held:
+                _refuse(position, op, f"gives back the lease {lease}, which nobody holds")
             free[held.pop(lease)] += 1
     invariant(not held, f"the leases {sorted(held)} are never given back")
+
+
+_PLACES = ("", "home", "written")
+
+
+def _refuse(position: int, op: Op, why: str) -> None:
+    raise InvariantError(f"operation {position} ({op.kind} of unit {op.unit}) {why}")

@@ -4,8 +4,10 @@ saves most."""
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
+from spillway.plan.bounds import lower_bound
 from spillway.plan.memory import peaks
 from spillway.plan.pools import Kinds, SlabNames
 from spillway.plan.request import PlanRequest, Space
@@ -23,6 +25,20 @@ _LARGE_SHARE = 1 / 32
 _SUBGROUPS = ((1 << 24, 4), (1 << 23, 4), (1 << 22, 4), (1 << 22, 2), (1 << 20, 2), (1 << 18, 1))
 # Of the optimizer states: fewer than that in host memory are not worth losing a saved point at every step.
 _WORTHWHILE_SHARE = 0.25
+# What is moved nearer, and in which order. The first is that of traffic saved per byte: inputs of units (written and
+# read once a step), gradients that wait for the norm, weights (read twice), then states. In the others nothing settles
+# on the device, so that no guess is lost; inputs of units go before all on a slow link; states stay where they are.
+_ORDERS = (
+    (("inputs", "host"), ("grads", "host"), ("weights", "host"), ("states", "host"), ("weights", "device"),
+     ("states", "device"), ("inputs", "device")),
+    (("inputs", "host"), ("grads", "host"), ("weights", "host"), ("states", "host"), ("inputs", "device")),
+    (("inputs", "host"), ("inputs", "device"), ("grads", "host"), ("weights", "host"), ("states", "host"),
+     ("weights", "device"), ("states", "device")),
+    (("inputs", "host"), ("inputs", "device"), ("grads", "host"), ("weights", "device"), ("states", "host")),
+    (("inputs", "device"), ("grads", "host"), ("weights", "host")),
+)  # fmt: skip
+# Activations are moved off the device in the best of the other placements, by their bounds.
+_SWAPPED_FROM = 3
 _NEARER = {"disk": ("host", "device"), "host": ("device",), "device": ()}
 
 
@@ -68,21 +84,34 @@ class Filler:
         self._space = space
         self._device_is_host = hardware.device == "cpu"
         self._kinds = Kinds(model)
+        self._unit_sizes = [unit.weight_bytes for unit in model.units]
+        self._call_sizes = [call.act_bytes + call.saved_bytes for call in model.calls]
+        # What became of a candidate (held, so that its id stays its own): orders have their beginnings in common.
+        self._grown: dict[tuple[int, str, str], tuple[Candidate, Candidate]] = {}
 
     # What fits #
 
     def deepest(self, update: str) -> Candidate:
         """The deepest pipeline that fits with everything as far from the device as may be. Raises PlanInfeasible."""
-        smallest = None
-        for window, grad_slots in (*((window, 2) for window in range(self._space.policy.window, 0, -1)), (1, 1)):
+        smallest = self.smallest(update)
+        larger = map(self.candidate, self._pipelines(update))
+        return next((found for found in larger if self.fits(found)), smallest)
+
+    def smallest(self, update: str) -> Candidate:
+        """The shallowest pipeline, with inputs of units far away, or without slots that they come back to. Raises
+        PlanInfeasible."""
+        tried = []
+        for tier in self._space.inputs:
+            tried.append(self.candidate(replace(self._lowest(update, 1, *_SUBGROUPS[-1], tier), grad_slots=1)))
+            if self.fits(tried[-1]):
+                return tried[-1]
+        raise PlanInfeasible(self._shortage(tried[0]), tried[0].peaks)
+
+    def _pipelines(self, update: str) -> Iterator[Placement]:
+        """Ever smaller ones."""
+        for window in range(self._space.policy.window, 0, -1):
             for subgroup, slabs in self._subgroups():
-                lowest = replace(self._lowest(update, window, subgroup, slabs), grad_slots=grad_slots)
-                smallest = self.candidate(lowest)
-                if self.fits(smallest):
-                    return smallest
-        if smallest is None:
-            raise AssertionError("there is no pipeline depth to try")
-        raise PlanInfeasible(self._shortage(smallest), smallest.peaks)
+                yield self._lowest(update, window, subgroup, slabs, self._space.inputs[0])
 
     def candidate(
         self, placement: Placement, deferred: Collection[int] = (), visiting: Collection[int] = ()
@@ -112,9 +141,9 @@ class Filler:
         for size, slabs in _SUBGROUPS:
             yield size, min(slabs, most)
 
-    def _lowest(self, update: str, window: int, subgroup: int, slabs: int) -> Placement:
+    def _lowest(self, update: str, window: int, subgroup: int, slabs: int, inputs: str) -> Placement:
         request, space = self._request, self._space
-        acts = (Kept(space.inputs[0]),) * len(self._model.calls)
+        acts = (Kept(inputs),) * len(self._model.calls)
         if space.policy.must_keep:
             acts = tuple(
                 Kept(space.kept_in[0], everything=True) if call.kind == "FORWARD" else kept
@@ -157,9 +186,9 @@ class Filler:
 
     # Ways to fill memory #
 
-    def fillings(self, lowest: Candidate) -> Iterator[Candidate]:
+    def fillings(self, lowest: Candidate, widely: bool = False) -> Iterator[Candidate]:
         """With weights and states first, or with activations that need not be computed again: on the device, or across
-        the link in host memory and on disk."""
+        the link in host memory and on disk. `widely`: from a shallow pipeline as thoroughly as from the deepest."""
         space = self._space
         keeps, may_move = space.keeps, self._request.fixed is None
         if space.policy.must_keep:
@@ -168,48 +197,86 @@ class Filler:
         if self._request.activations in ("host", "disk"):
             yield self.fill(self._keep_where_it_fits(lowest, space.kept_in[0]))
             return
-        filled = self.fill(lowest)
-        yield filled
-        starts = [filled]
+        starts = [self.fill(lowest, order) for order in _ORDERS]
+        if may_move:
+            shallow = self.candidate(replace(lowest.placement, window=1, grad_slots=1))
+            starts += [self.fill(shallow, order) for order in (_ORDERS if widely else _ORDERS[:1])]
+        plain = list(starts)
         if "device" in space.kept_in:
             for level in keeps:
-                kept = self._keep_on_device(filled, level)
-                if kept.placement != filled.placement:
-                    yield kept
-                    starts.append(kept)
+                starts += [self._keep_on_device(start, level) for start in plain]
                 first = self._keep_on_device(lowest, level)
-                if may_move and first.placement != lowest.placement and not self._keeps_every_call(kept):
+                if may_move and first.placement != lowest.placement:
                     starts.append(self.fill(first))
-                    yield starts[-1]
+        starts = list({start.placement: start for start in starts}.values())
+        yield from starts
         if not keeps or not self._swap_tiers():
             return
-        for start in starts:
+        starts.sort(key=lambda start: lower_bound(self._model, start.placement, self._hardware))
+        for start in starts[:_SWAPPED_FROM]:
             yield self._swap(start, start)
         if may_move:
-            yield self.fill(self._swap(lowest, filled))
+            yield self.fill(self._swap(lowest, starts[0]))
             for level in keeps if "device" in space.kept_in else ():
-                yield self.fill(self._swap(self._keep_on_device(lowest, level), filled))
+                yield self.fill(self._swap(self._keep_on_device(lowest, level), starts[0]))
 
-    def fill(self, candidate: Candidate) -> Candidate:
-        """Move what saves most traffic per byte nearer while it fits: inputs of units (written and read once a step;
-        the last calls first, for they come back first), gradients that wait for the norm, weights (read twice), then
-        states."""
-        space, units = self._space, range(len(candidate.placement.units))
-        calls = list(reversed(range(len(candidate.placement.acts))))
-        candidate = self._grow(candidate, "acts", calls, self._nearer_input("host"))
-        if self._request.fixed is None:
-            candidate = self._grow(candidate, "units", units, self._nearer("grads", space.grads, "host"))
-            candidate = self._grow(candidate, "units", units, self._nearer("weights", space.weights, "host"))
-            filled = self._grow(candidate, "units", units, self._nearer("states", space.states, "host"))
-            candidate = filled if self._worth_it(filled) else candidate
-            if not self._device_is_host:
-                candidate = self._grow(candidate, "units", units, self._nearer("weights", space.weights, "device"))
-                candidate = self._grow(candidate, "units", units, self._nearer("states", space.states, "device"))
-        if not self._device_is_host:
-            candidate = self._grow(candidate, "acts", calls, self._nearer_input("device"))
+    def neighbours(self, placement: Placement) -> Iterator[Candidate]:
+        """All that fit and differ in where one unit rests, or in what is kept of one call."""
+        space = self._space
+        for unit, where in enumerate(placement.units):
+            if where.states == "none" or unit == self._model.resident_unit:
+                continue
+            for weights, states in product(space.weights, space.states):
+                if states != "device" or weights == "device":
+                    grads = "device" if states == "device" else "host"
+                    moved = replace(where, weights=weights, states=states, grads=grads)
+                    yield from self._if_it_fits(_with(placement, "units", _put(placement.units, unit, moved)))
+        for call, kept in enumerate(placement.acts):
+            for other in self._ways_to_keep(call):
+                if other != kept:
+                    yield from self._if_it_fits(_with(placement, "acts", _put(placement.acts, call, other)))
+
+    def _ways_to_keep(self, number: int) -> Iterator[Kept]:
+        call, space = self._model.calls[number], self._space
+        yield from map(Kept, space.inputs)
+        if call.kind == "FORWARD":
+            tape = tuple(operator.name for operator in call.tapeable)
+            for tier in space.kept_in:
+                if "tape" in space.keeps and tape:
+                    yield Kept(tier, tape)
+                if EVERYTHING in space.keeps:
+                    yield Kept(tier, everything=True)
+
+    def _if_it_fits(self, placement: Placement) -> Iterator[Candidate]:
+        found = self.candidate(placement)
+        if self.fits(found):
+            yield found
+
+    def fill(self, candidate: Candidate, order: tuple[tuple[str, str], ...] = _ORDERS[0]) -> Candidate:
+        """Move parts nearer, one kind after another, as many of each as fit."""
+        units = range(len(candidate.placement.units))
+        calls = list(reversed(range(len(candidate.placement.acts))))  # the last come back first
+        for part, tier in order:
+            if tier == "device" and self._device_is_host:
+                continue
+            if part != "inputs" and self._request.fixed is not None:
+                continue
+            known = self._grown.get((id(candidate), part, tier))
+            if known is not None:
+                _, candidate = known
+                continue
+            if part == "inputs":
+                filled = self._grow(candidate, "acts", calls, self._nearer_input(tier))
+            else:
+                filled = self._grow(candidate, "units", units, self._nearer(part, tier))
+                filled = filled if part != "states" or self._worth_it(filled) else candidate
+            self._grown[id(candidate), part, tier] = candidate, filled
+            candidate = filled
         return candidate
 
-    def _nearer(self, part: str, allowed: tuple[str, ...], tier: str) -> Change:
+    def _nearer(self, part: str, tier: str) -> Change:
+        allowed = {"weights": self._space.weights, "states": self._space.states, "grads": self._space.grads}[part]
+
         def change(placement: Placement, unit: int) -> UnitPlacement | None:
             where = placement.units[unit]
             at = getattr(where, part)
@@ -250,10 +317,6 @@ class Filler:
 
         return self._grow(candidate, "acts", list(reversed(range(len(self._model.calls)))), change)
 
-    def _keeps_every_call(self, candidate: Candidate) -> bool:
-        pairs = zip(self._model.calls, candidate.placement.acts, strict=True)
-        return all(kept.everything or kept.tape for call, kept in pairs if call.kind == "FORWARD")
-
     def _swap(self, candidate: Candidate, judged: Candidate) -> Candidate:
         """Move activations off the device instead of computing them again, as many as make the step of `judged`
         faster (LoHan's algorithm 1); those that find no room in host memory to the drive, where that may be."""
@@ -288,14 +351,14 @@ class Filler:
         return on_host >= _WORTHWHILE_SHARE * sum(size for size, _ in sizes)
 
     def _grow(self, candidate: Candidate, part: str, numbers: Iterable[int], change: Change) -> Candidate:
-        """Change as many of these as fit, the first ones first; where one does not, those of another size may."""
+        """Change as many of these as fit, the first ones first; where one does not, a smaller one may."""
         same: dict[object, object] = {}  # alike ones are one object: that tells them apart from others at no cost
         changes = ((number, change(candidate.placement, number)) for number in numbers)
         items = [(number, same.setdefault(new, new)) for number, new in changes if new is not None]
-        kinds = self._kinds.calls if part == "acts" else self._kinds.units
+        sizes = self._call_sizes if part == "acts" else self._unit_sizes
         while items:
             count, candidate = self._most(candidate, part, items)
-            items = [item for item in items[count + 1 :] if kinds[item[0]] != kinds[items[count][0]]]
+            items = [item for item in items[count + 1 :] if sizes[item[0]] < sizes[items[count][0]]]
         return candidate
 
     def _most(self, candidate: Candidate, part: str, items: list[tuple[int, object]]) -> tuple[int, Candidate]:
@@ -346,6 +409,10 @@ class Filler:
             if need_bytes > have_bytes
         ]
         return "the model does not fit: " + "; ".join(short) + "; shorter or smaller batches need less"
+
+
+def _put(values: tuple[Any, ...], number: int, value: object) -> list[Any]:
+    return [*values[:number], value, *values[number + 1 :]]
 
 
 def _wanted(wanted: tuple[Kept, ...], _: Placement, call: int) -> Kept:

@@ -49,6 +49,8 @@ class Lowering:
         self._updates = Updates(self._build, model, placement, names, round_)
         self._uses = self._list_uses()
         self._loads, self._load_of_use = self._list_loads()
+        self._last_call = {call.unit: index for index, call in enumerate(model.calls)}
+        self._first_call = {call.unit: index for index, call in reversed(list(enumerate(model.calls)))}
         self._next_read = 0
         self._next_upload = 0
         self._forward: dict[int, int] = {}
@@ -325,10 +327,10 @@ class Lowering:
             self._updates.gradient(use.unit, [self._backward[use.call]], (grads,) if leased else (), grads)
 
     def _is_first_backward(self, use: _Use) -> bool:
-        return use.call == max(index for index, call in enumerate(self._model.calls) if call.unit == use.unit)
+        return use.call == self._last_call[use.unit]
 
     def _is_last_backward(self, use: _Use) -> bool:
-        return use.call == min(index for index, call in enumerate(self._model.calls) if call.unit == use.unit)
+        return use.call == self._first_call[use.unit]
 
     def _emit_resident(self) -> None:
         """Parameters outside any unit gather gradients all through backward."""
@@ -346,9 +348,9 @@ def lower_step(model: ModelProfile, placement: Placement) -> Plan:
     return _Lists(model, placement).step()
 
 
-def lower(model: ModelProfile, placement: Placement) -> Plan:
-    """As `lower_step`, with every list."""
-    return _Lists(model, placement).all()
+def complete(model: ModelProfile, step: Plan) -> Plan:
+    """What `lower_step` gave, with every list."""
+    return _Lists(model, step.placement).all(step)
 
 
 class _Lists:
@@ -370,11 +372,11 @@ class _Lists:
         begin = self._round(Round(False, self._deferring)).run() if self._deferring else ()
         return Plan(self._placement, self._pools, end, more, begin)
 
-    def all(self) -> Plan:
+    def all(self, step: Plan) -> Plan:
         speculates = self._placement.speculates
         due = self._trained if speculates else self._deferring
         return replace(
-            self.step(),
+            step,
             wary_ops=self._round(Round(True, self._trained)).run() if speculates else (),
             flush_ops=self._round(Round(False, due)).flush() if due else (),
         )

@@ -1,6 +1,6 @@
 """What a plan is asked for, and what that leaves to choose."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spillway.plan.policies import Policy, find_policy
 from spillway.spec.errors import UsageError
@@ -36,6 +36,18 @@ class Space:
     must_keep: bool
     update: str  # a mode, or "auto"
     policy: Policy
+
+    def in_memory(self) -> "Space | None":
+        """The same without the drives for weights, states and gradients: slabs that these pass through are then not
+        needed, so all of them may fit where a part does not. None where that is no other space."""
+        weights, states, grads = map(_without_disk, (self.weights, self.states, self.grads))
+        if not (weights and states and grads) or "disk" not in self.states:
+            return None
+        return replace(self, weights=weights, states=states, grads=grads)
+
+
+def _without_disk(tiers: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(tier for tier in tiers if tier != "disk")
 
 
 def space_of(request: PlanRequest) -> Space:

@@ -6,23 +6,31 @@ from dataclasses import dataclass, replace
 from spillway.plan.bounds import lower_bound
 from spillway.plan.check import check
 from spillway.plan.fill import Candidate, Filler
-from spillway.plan.lower import lower, lower_step
+from spillway.plan.lower import complete, lower_step
+from spillway.plan.policies import POLICIES
 from spillway.plan.pools import recomputed_flops
 from spillway.plan.request import PlanRequest, Space, space_of
 from spillway.plan.simulate import simulate, step_seconds
+from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
 
 # Of the updates that could be made within the step: how many are left to the next forward.
-_DEFERRED_SHARES = (0.25, 0.5, 1.0)
+_FIRST_SHARE = 0.5  # the drive then has about as much to do in forward as in backward
+_DEFERRED_SHARES = (0.25, 1.0)
 # A plan this close to what none can beat is not searched further.
-_CLOSE = 1.01
+_CLOSE = 1.025
+# Models of no more units are also searched the way that every other policy does.
+_WIDELY = 24
+# And those of no more units piece by piece.
+_CLIMBED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
     candidate: Candidate
+    plan: Plan
     seconds: float
     bottleneck: str
 
@@ -37,9 +45,8 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
     if not model.calls:
         # Nothing is known yet of what activations take: half of what is left stays theirs.
         budget = _half_of(budget)
-    search = _Search(model, hardware, Filler(model, hardware, budget, request, space), request, space)
-    best = search.run()
-    plan = lower(model, best.candidate.placement)
+    best = _Search(model, hardware, budget, request, space).run()
+    plan = complete(model, best.plan)
     check(plan)
     return replace(
         plan,
@@ -51,6 +58,16 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
     )
 
 
+def fits(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> bool:
+    """Whether there is any plan; takes far less than making one."""
+    space = space_of(request)
+    try:
+        Filler(model, hardware, budget, request, space).smallest("overlap" if space.update == "auto" else space.update)
+    except PlanInfeasible:
+        return False
+    return True
+
+
 def _half_of(budget: Budget) -> Budget:
     ours = budget.host_bytes - budget.process_bytes
     return replace(budget, device_bytes=budget.device_bytes // 2, host_bytes=budget.process_bytes + ours // 2)
@@ -58,19 +75,19 @@ def _half_of(budget: Budget) -> Budget:
 
 class _Search:
     def __init__(
-        self, model: ModelProfile, hardware: HardwareSpec, filler: Filler, request: PlanRequest, space: Space
+        self, model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest, space: Space
     ) -> None:
         self._model = model
         self._hardware = hardware
-        self._filler = filler
+        self._filler = Filler(model, hardware, budget, request, space)
+        self._budget = budget
         self._request = request
         self._space = space
 
     def run(self) -> _Timed:
         """The fastest plan that was found."""
-        lowest = self._filler.deepest(self._first_mode())
         found: dict[object, Candidate] = {}
-        for candidate in self._filler.fillings(lowest):
+        for candidate in self._fillings():
             found.setdefault(candidate.placement, candidate)
         bounds = {place: self._bound(candidate) for place, candidate in found.items()}
         best: _Timed | None = None
@@ -81,11 +98,42 @@ class _Search:
                 best = self._better(best, variant)
         if best is None:
             raise AssertionError("nothing was left to choose from")
+        may_climb = self._request.fixed is None and self._hardware.device != "cpu"
+        if may_climb and len(self._model.units) <= _CLIMBED:
+            deepest = self._time(next(iter(found.values())))
+            best = min(self._climb(best), self._climb(deepest), key=lambda found: found.seconds)
         return best
 
-    def _first_mode(self) -> str:
-        if self._space.update != "auto":
-            return self._space.update
+    def _climb(self, best: _Timed) -> _Timed:
+        """To a placement that no change of one unit or one call makes faster."""
+        while True:
+            before = best
+            for candidate in self._filler.neighbours(before.candidate.placement):
+                best = self._better(best, candidate)
+            if best is before:
+                return best
+
+    def _fillings(self) -> Iterator[Candidate]:
+        """Of the whole space; of that without the drives; and, where the model is small, of every policy's."""
+        widely = len(self._model.units) <= _WIDELY and self._hardware.device != "cpu"
+        yield from self._filler.fillings(self._filler.deepest(self._first_mode(self._space)), widely)
+        if self._request.fixed is not None:
+            return
+        spaces = [self._space.in_memory()]
+        if self._space.policy.name == "auto" and widely:
+            spaces += [_try_space(replace(self._request, policy=name)) for name in POLICIES if name != "auto"]
+        for space in spaces:
+            if space is None:
+                continue
+            filler = Filler(self._model, self._hardware, self._budget, self._request, space)
+            try:
+                yield from filler.fillings(filler.deepest(self._first_mode(space)), widely)
+            except PlanInfeasible:
+                continue
+
+    def _first_mode(self, space: Space) -> str:
+        if space.update != "auto":
+            return space.update
         return "deferred" if self._request.clip and self._request.accumulation > 1 else "overlap"
 
     def _bound(self, candidate: Candidate) -> float:
@@ -102,8 +150,12 @@ class _Search:
     def _better(self, best: _Timed | None, candidate: Candidate) -> _Timed:
         if best is not None and lower_bound(self._model, candidate.placement, self._hardware) >= best.seconds:
             return best
-        seconds, bottleneck = step_seconds(lower_step(self._model, candidate.placement), self._hardware)
-        return best if best is not None and best.seconds <= seconds else _Timed(candidate, seconds, bottleneck)
+        found = self._time(candidate)
+        return best if best is not None and best.seconds <= found.seconds else found
+
+    def _time(self, candidate: Candidate) -> _Timed:
+        plan = lower_step(self._model, candidate.placement)
+        return _Timed(candidate, plan, *step_seconds(plan, self._hardware))
 
     def _variants(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same resting places with more and more updates left to the next forward, so that the drive has work all
@@ -123,6 +175,8 @@ class _Search:
         soon = [unit for unit in trained if not placement.units[unit].defers]
         may_defer = self._space.update == "auto" and "deferred" in self._space.policy.updates
         visiting = self._visitors(candidate, trained)
+        if soon and may_defer:
+            yield placement.update, _spread(soon, _FIRST_SHARE), none
         if soon or not may_defer:
             yield placement.update, none, none
             if visiting:
@@ -151,6 +205,14 @@ class _Search:
         on_cpu = params / self._hardware.update_params_per_s
         on_link = moved / min(self._hardware.upload_bytes_per_s, self._hardware.download_bytes_per_s)
         return _spread(units, on_cpu / (on_cpu + on_link))
+
+
+def _try_space(request: PlanRequest) -> Space | None:
+    """None where the user's wishes are not within the policy."""
+    try:
+        return space_of(request)
+    except UsageError:
+        return None
 
 
 def _spread(units: list[int], share: float) -> frozenset[int]:

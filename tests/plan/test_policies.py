@@ -1,0 +1,195 @@
+"""Our planner against those of the field, against every placement there is, and against more of everything."""
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plan import profiles
+from spillway.plan.bounds import phases
+from spillway.plan.fill import Filler
+from spillway.plan.lower import lower_step
+from spillway.plan.policies import POLICIES
+from spillway.plan.request import PlanRequest, space_of
+from spillway.plan.search import make_plan
+from spillway.plan.simulate import step_seconds
+from spillway.plan.swap import outputs, step_curve
+from spillway.spec.errors import PlanInfeasible, UsageError
+from spillway.spec.hardware import Budget, HardwareSpec
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Kept, Placement, Plan, UnitPlacement
+
+# The search stops at a plan that none can beat by more than 2.5 %.
+CLOSE = 1.026
+RATES = (
+    "device_flops_per_s", "upload_bytes_per_s", "download_bytes_per_s", "read_bytes_per_s", "write_bytes_per_s",
+    "update_params_per_s", "host_bytes_per_s", "device_update_params_per_s",
+)  # fmt: skip
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> HardwareSpec:
+    """A device and what hangs on it: rates within two orders of magnitude."""
+
+    def rate(low: float, high: float) -> float:
+        return 10 ** draw(st.floats(low, high))
+
+    update = rate(8.5, 10)
+    return HardwareSpec(
+        "cuda", rate(12, 15), rate(9, 11), rate(9, 11), rate(8.5, 10.5), rate(8.5, 10.5), update, rate(10, 11.5), False,
+        draw(st.floats(0.4, 1)), update * draw(st.floats(4, 40)),
+    )  # fmt: skip
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> ModelProfile:
+    """Transformers of any width and batch."""
+    return profiles.chain(
+        draw(st.integers(1, 6)), 4096 * draw(st.integers(1, 400)), 4096 * draw(st.integers(1, 2000)),
+        draw(st.booleans()), 10 ** draw(st.floats(7, 11.5)),
+    )  # fmt: skip
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[ModelProfile, HardwareSpec, Budget, bool]:
+    """A model, a machine and a budget between too little and plenty."""
+    model = draw(chains())
+    total = sum(unit.weight_bytes + unit.state_bytes for unit in model.units)
+    device, host = (int(total * draw(st.floats(0.1, most)) + least) for most, least in ((2, 4e7), (3, 6e7)))
+    return model, draw(machines()), Budget(device, host, 10**13, 10**6), draw(st.booleans())
+
+
+def plan(model: ModelProfile, machine: HardwareSpec, budget: Budget, clip: bool, policy: str = "auto") -> Plan | None:
+    try:
+        return make_plan(model, machine, budget, PlanRequest(clip=clip, policy=policy))
+    except PlanInfeasible:
+        return None
+
+
+@settings(max_examples=25, deadline=None)
+@given(questions())
+def test_ours_is_never_slower_than_any_policy_and_fits_wherever_one_does(
+    question: tuple[ModelProfile, HardwareSpec, Budget, bool],
+) -> None:
+    ours = plan(*question)
+    for name in POLICIES:
+        theirs = plan(*question, name)
+        if theirs is not None:
+            assert ours is not None, f"{name} fits where ours does not"
+            assert ours.step_seconds <= CLOSE * theirs.step_seconds, name
+
+
+@settings(max_examples=30, deadline=None)
+@given(questions(), st.sampled_from(RATES), st.floats(1.1, 4))
+def test_a_faster_part_never_makes_the_plan_slower(
+    question: tuple[ModelProfile, HardwareSpec, Budget, bool], rate: str, factor: float
+) -> None:
+    model, machine, budget, clip = question
+    before = plan(*question)
+    faster = dataclasses.replace(machine, **{rate: factor * getattr(machine, rate)})
+    after = plan(model, faster, budget, clip)
+    if before is not None:
+        assert after is not None
+        assert after.step_seconds <= CLOSE * before.step_seconds
+
+
+@settings(max_examples=30, deadline=None)
+@given(questions(), st.sampled_from(("device_bytes", "host_bytes")), st.floats(1.1, 4))
+def test_more_memory_never_makes_the_plan_slower(
+    question: tuple[ModelProfile, HardwareSpec, Budget, bool], tier: str, factor: float
+) -> None:
+    model, machine, budget, clip = question
+    before = plan(*question)
+    after = plan(model, machine, dataclasses.replace(budget, **{tier: int(factor * getattr(budget, tier))}), clip)
+    if before is not None:
+        assert after is not None
+        # What settles nearer leaves other bubbles: nearly never slower.
+        assert after.step_seconds <= 1.1 * before.step_seconds
+
+
+@settings(max_examples=25, deadline=None)
+@given(questions(), st.floats(0.1, 10))
+def test_time_has_one_unit(question: tuple[ModelProfile, HardwareSpec, Budget, bool], factor: float) -> None:
+    """Rates that are all so many times higher make work that is as many times larger take the same time."""
+    _, machine, _, _ = question
+    found = plan(*question)
+    if found is None:
+        return
+    rates = {rate: factor * getattr(machine, rate) for rate in RATES}
+    faster = dataclasses.replace(machine, **rates)
+    ops = tuple(dataclasses.replace(op, amount=factor * op.amount) for op in found.ops)
+    seconds, _ = step_seconds(dataclasses.replace(found, ops=ops), faster)
+    assert seconds == pytest.approx(found.step_seconds, rel=1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(chains(), machines(), st.integers(0, 1 << 28))
+def test_step_time_is_convex_in_the_bytes_that_are_swapped(
+    model: ModelProfile, machine: HardwareSpec, room: int
+) -> None:
+    units = tuple(UnitPlacement("disk", "disk", "host") for _ in model.units)
+    placement = Placement(units, (Kept("host"),) * len(model.calls), "overlap", False, 1, 2, 2, 1 << 24)
+    forward, backward = phases(model, placement)
+    ordered = outputs(model, placement.acts, ("tape", "everything"))
+    assert [output.benefit for output in ordered] == sorted((output.benefit for output in ordered), reverse=True)
+    curve = step_curve(forward, backward, [output for output in ordered if output.num_bytes], machine, room)
+    slopes = [(t2 - t1) / (a2 - a1) for (a1, t1), (a2, t2) in itertools.pairwise(curve) if a2 > a1]
+    for slope, following in itertools.pairwise(slopes):
+        assert following >= slope - 1e-9 * max(abs(slope), 1e-12) - 1e-15
+
+
+@pytest.mark.parametrize("clip", (False, True))
+@pytest.mark.parametrize("flops", (1e8, 1e11))
+@pytest.mark.parametrize("host", (70, 130))
+def test_ours_finds_what_trying_everything_finds(clip: bool, flops: float, host: int) -> None:
+    model = profiles.chain(1, elements=1 << 20, act_bytes=1 << 20, flops=flops)
+    machine, budget = profiles.MACHINE, Budget(40 << 20, host << 20, 10**12, 10**6)
+    request = PlanRequest(clip=clip)
+    ours = make_plan(model, machine, budget, request)
+    filler = Filler(model, machine, budget, request, space_of(request))
+    start = filler.deepest("overlap").placement
+    rests = [("disk", "disk"), ("host", "disk"), ("host", "host"), ("disk", "host"), ("device", "host"),
+             ("device", "disk"), ("device", "device")]  # fmt: skip
+    keeps = [Kept("device"), Kept("host"), Kept("disk"), Kept("device", everything=True)]
+    best = float("inf")
+    for where, kept, update in itertools.product(
+        itertools.product(rests, repeat=3), keeps, ("overlap", "deferred", "serial")
+    ):
+        units = tuple(UnitPlacement(w, s, "device" if s == "device" else "host") for w, s in where)
+        acts = tuple(kept if call.kind == "FORWARD" else Kept(kept.tier) for call in model.calls)
+        found = filler.candidate(dataclasses.replace(start, units=units, acts=acts, update=update))
+        if filler.fits(found):
+            best = min(best, step_seconds(lower_step(model, found.placement), machine)[0])
+    assert ours.step_seconds <= CLOSE * best
+
+
+def test_policies_hold_what_they_stand_for() -> None:
+    model, machine = profiles.chain(4, flops=1e10), profiles.MACHINE
+    budget = Budget(10**8, 10**9, 10**13, 10**7)
+    for name, policy in POLICIES.items():
+        try:
+            made = make_plan(model, machine, budget, PlanRequest(policy=name))
+        except PlanInfeasible:
+            continue
+        units, acts = made.placement.units, made.placement.acts
+        assert {unit.weights for unit in units} <= {*policy.weights}, name
+        assert {unit.states for unit in units} <= {*policy.states, "none"}, name
+        assert made.placement.update in policy.updates, name
+        if policy.must_keep:
+            assert all(kept.everything for kept in acts[:-1]), name
+        if not policy.keeps:
+            assert not any(kept.everything or kept.tape for kept in acts), name
+        assert all(unit.visits for unit in units) or not policy.visits, name
+
+
+def test_a_policy_that_does_not_exist_has_near_ones() -> None:
+    with pytest.raises(UsageError, match="did you mean zero-infinity"):
+        make_plan(profiles.chain(2), profiles.MACHINE, profiles.PLENTY, PlanRequest(policy="zero-infinit"))
+
+
+def test_wishes_against_a_policy_are_refused() -> None:
+    request = PlanRequest(policy="zero-offload", weights="disk")
+    with pytest.raises(UsageError, match="policy 'zero-offload' keeps weights on host, not on disk"):
+        make_plan(profiles.chain(2), profiles.MACHINE, profiles.PLENTY, request)
