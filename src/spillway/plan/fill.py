@@ -27,7 +27,7 @@ _SUBGROUPS = ((1 << 24, 4), (1 << 23, 4), (1 << 22, 4), (1 << 22, 2), (1 << 20, 
 _WORTHWHILE_SHARE = 0.25
 # What is moved nearer, and in which order. The first is that of traffic saved per byte: inputs of units (written and
 # read once a step), gradients that wait for the norm, weights (read twice), then states. In the others nothing settles
-# on the device, so that no guess is lost; inputs of units go before all on a slow link; states stay where they are.
+# on the device, so that no guess is lost, or inputs of units go there before all.
 _ORDERS = (
     (("inputs", "host"), ("grads", "host"), ("weights", "host"), ("states", "host"), ("weights", "device"),
      ("states", "device"), ("inputs", "device")),
@@ -35,7 +35,7 @@ _ORDERS = (
     (("inputs", "host"), ("inputs", "device"), ("grads", "host"), ("weights", "host"), ("states", "host"),
      ("weights", "device"), ("states", "device")),
     (("inputs", "host"), ("inputs", "device"), ("grads", "host"), ("weights", "device"), ("states", "host")),
-    (("inputs", "device"), ("grads", "host"), ("weights", "host")),
+    (("inputs", "device"), ("grads", "host"), ("weights", "host"), ("states", "host")),
 )  # fmt: skip
 # Activations are moved off the device in the best of the other placements, by their bounds.
 _SWAPPED_FROM = 3

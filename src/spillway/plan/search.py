@@ -21,6 +21,7 @@ _FIRST_SHARE = 0.5  # the drive then has about as much to do in forward as in ba
 _DEFERRED_SHARES = (0.25, 1.0)
 # A plan this close to what none can beat is not searched further.
 _CLOSE = 1.025
+_SMALLEST_VISIT = 1 << 18
 # Models of no more units are also searched the way that every other policy does.
 _WIDELY = 24
 # And those of no more units piece by piece.
@@ -100,9 +101,18 @@ class _Search:
             raise AssertionError("nothing was left to choose from")
         may_climb = self._request.fixed is None and self._hardware.device != "cpu"
         if may_climb and len(self._model.units) <= _CLIMBED:
-            deepest = self._time(next(iter(found.values())))
-            best = min(self._climb(best), self._climb(deepest), key=lambda found: found.seconds)
+            starts = [best, *map(self._time, self._in_every_mode(next(iter(found.values()))))]
+            best = min(map(self._climb, starts), key=lambda found: found.seconds)
         return best
+
+    def _in_every_mode(self, candidate: Candidate) -> Iterator[Candidate]:
+        modes = self._space.policy.updates if self._space.update == "auto" else (self._space.update,)
+        if self._request.clip and self._request.accumulation > 1:
+            modes = tuple(mode for mode in modes if mode != "overlap")
+        for mode in modes:
+            found = self._filler.candidate(replace(candidate.placement, update=mode))
+            if self._filler.fits(found):
+                yield found
 
     def _climb(self, best: _Timed) -> _Timed:
         """To a placement that no change of one unit or one call makes faster."""
@@ -165,7 +175,9 @@ class _Search:
             yield candidate
             return
         for update, deferred, visiting in self._ways(candidate):
-            variant = self._filler.candidate(replace(placement, update=update), deferred, visiting)
+            subgroup = min(placement.subgroup, self._visit_elements) if visiting else placement.subgroup
+            changed = replace(placement, update=update, subgroup=subgroup)
+            variant = self._filler.candidate(changed, deferred, visiting)
             if variant.placement == placement or self._filler.fits(variant):
                 yield variant
 
@@ -191,6 +203,12 @@ class _Search:
     @property
     def _may_visit(self) -> bool:
         return self._hardware.device != "cpu" and self._space.policy.strides
+
+    @property
+    def _visit_elements(self) -> int:
+        """So few at a time that the way there, the update and the way back of several overlap."""
+        largest = max(unit.num_trainable for unit in self._model.units)
+        return max(1 << max(largest // 8, 1).bit_length(), _SMALLEST_VISIT)
 
     def _visitors(self, candidate: Candidate, trained: list[int]) -> frozenset[int]:
         """Every so-many-th unit whose states rest in host memory, so that the CPU and the link take equally long over
