@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 import directories
+import spillway
 from spillway.cli.main import run
+from spillway.spec.jsonable import to_json
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +112,43 @@ def test_wrong_questions_get_one_sentence(model: Path, capsys: pytest.CaptureFix
     ):
         assert run(["plan", *map(str, arguments)]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_batch_in_tokens_is_cut_so_that_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ask(capsys, "gpt-13b", "--hardware", "lohan-4090", "--batch-tokens", 131072, "--max-length", "1024")
+    assert (found["fits"], found["rows"], found["tokens"]) == (True, 128, 131072)
+    assert 1 <= found["micro_rows"] < 128
+    assert run(["plan", "gpt-13b", "--hardware", "lohan-4090", "--batch-tokens", "100", "--max-length", "1024"]) == 2
+
+
+def test_another_planner_is_asked_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("gpt-13b", "--hardware", "lohan-4090", "--batch-tokens", 8192, "--max-length", "1024")
+    ours, theirs = (ask(capsys, *common, "--policy", policy) for policy in ("auto", "zero-infinity"))
+    assert theirs["policy"] == "zero-infinity"
+    assert set(theirs["placement"]["states"]) == {"disk"}
+    assert ours["tokens_per_s"] > theirs["tokens_per_s"]
+
+
+def test_moving_activations_has_an_optimum(capsys: pytest.CaptureFixture[str]) -> None:
+    points = ask(capsys, "gpt-13b", "--hardware", "lohan-4090", "--per-device-train-batch-size", "8",
+                 "--gradient-accumulation-steps", "4", "--max-length", "1024", "--sweep", "swapped",
+                 "--policy", "lohan")  # fmt: skip
+    seconds = [point["report"]["step_seconds"] for point in points]
+    assert len(points) >= 5
+    assert min(seconds) < 0.9 * seconds[0]
+
+
+def test_the_step_is_drawn_with_its_memory(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    chart = tmp_path / "step.json"
+    found = ask(capsys, model, "--hardware", "rtx3090+980pro+64GB", "--weights", "disk", "--chart", chart)
+    events = json.loads(chart.read_text())["traceEvents"]
+    device = [event["args"]["bytes"] for event in events if event["ph"] == "C" and event["name"] == "device memory"]
+    assert len(device) > 2
+    assert max(device) <= found["peaks"]["device"]
+    assert set(found["phases"]) == {"load", "step", "evaluation", "save", "export"}
+
+
+def test_python_gives_the_same_answer(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = ask(capsys, model, "--hardware", "rtx3090+980pro+64GB", "--max-steps", "10")
+    report = spillway.predict(str(model), "rtx3090+980pro+64GB", max_steps=10)
+    assert to_json(report) == found

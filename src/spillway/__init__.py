@@ -29,6 +29,7 @@ _WHERE = {
     "HostMemoryError": "spillway.spec.errors",
     "NonFinite": "spillway.spec.errors",
     "Plan": "spillway.spec.plan",
+    "predict": "spillway.planning",
 }
 __all__ = ["__version__", *_WHERE]
 

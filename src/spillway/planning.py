@@ -2,15 +2,19 @@
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from spillway.api import as_dtype, model_profiler
+from spillway.checkpoint.save import MAX_SHARD_BYTES
 from spillway.data import Batches, encode_files
+from spillway.hardware.calibration import calibration
+from spillway.hardware.catalogue import find_machine
+from spillway.hardware.machine import this_machine
 from spillway.integrations.huggingface import (
     CAUSAL_LM,
     build_from_config,
@@ -22,8 +26,10 @@ from spillway.integrations.huggingface import (
 )
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.optim.config import NAMED, Rule, settings_of, state_format
+from spillway.plan.memory import phase_peaks
+from spillway.plan.occupancy import occupancy
 from spillway.plan.request import PlanRequest
-from spillway.plan.search import fits, make_plan
+from spillway.plan.search import fits, make_plan, swapped_plans
 from spillway.plan.simulate import simulate
 from spillway.report.progress import Reporter
 from spillway.spec.answers import Help, PlanReport
@@ -32,9 +38,10 @@ from spillway.spec.hardware import Budget
 from spillway.spec.machine import Machine
 from spillway.spec.model import ModelProfile
 from spillway.spec.options import TrainOptions
-from spillway.spec.plan import KeepPoints, Plan, TierPeaks
+from spillway.spec.plan import KeepPoints, Kept, Plan, TierPeaks
 from spillway.spec.sizes import format_size, parse_size
 from spillway.spec.trace import Trace
+from spillway.store.disk import even_geometry, free_on
 
 # The GPT shapes of the papers: layers, heads, hidden (vocabulary 50,257).
 GPT_SHAPES = {
@@ -52,6 +59,8 @@ GPT_SHAPES = {
 _PROCESS_BYTES = 2 << 30
 # A prediction from catalogue figures is not worth more than this; from measured ones half of it.
 _SPREAD_CATALOGUE, _SPREAD_MEASURED = 0.25, 0.12
+# Micro-batches that are compared, the largest ones that fit.
+_MICRO_BATCHES = 3
 _SECONDS_OF_OWNERSHIP = 3 * 365 * 24 * 3600  # a machine is paid for in three years
 
 
@@ -100,6 +109,12 @@ class Question:
         """Raises PlanInfeasible."""
         return make_plan(profile, machine.hardware, self.budget(machine), self._request(machine))
 
+    def swapped(self) -> list[tuple[float, Plan]]:
+        """Plans that move more and more activations, and how many bytes."""
+        machine = self.machine
+        budget, request = self.budget(machine), self._request(machine)
+        return swapped_plans(self.profile(), machine.hardware, budget, request)
+
     def fits(self, machine: Machine, profile: ModelProfile) -> bool:
         """Whether there is a plan."""
         return fits(profile, machine.hardware, self.budget(machine), self._request(machine))
@@ -138,6 +153,28 @@ def count_steps(options: TrainOptions, reporter: Reporter) -> int:
     return max(math.ceil(options.num_train_epochs * batches.per_epoch()), 1)
 
 
+def with_batch_tokens(question: Question, tokens: int) -> Question:
+    """With so many tokens a step: whole rows, and as many of them at a time inside each unit as make the fastest plan.
+    Raises UsageError for less than a row."""
+    length = fitting_length(question.options)
+    rows = tokens // length
+    if rows < 1:
+        raise UsageError(f"--batch-tokens {tokens} is less than one row of {length} tokens: see --max-length")
+    found: list[tuple[float, int, Question]] = []
+    micro = rows
+    while micro:
+        cut = replace(
+            question.options, per_device_train_batch_size=micro, gradient_accumulation_steps=-(-rows // micro)
+        )
+        other = asked(question, question.machine, cut)
+        if rows % micro == 0 and other.fits(other.machine, other.profile()):
+            found.append((other.plan(other.machine, other.profile()).step_seconds, -micro, other))
+        if len(found) == _MICRO_BATCHES:
+            break
+        micro //= 2
+    return min(found, key=lambda item: item[:2])[2] if found else other
+
+
 def gpt_shape(name: str) -> tuple[int, int, int] | None:
     """Layers, heads and width of one of the papers' shapes. Raises UsageError for one that they do not have."""
     shape = GPT_SHAPES.get(name.lower())
@@ -157,75 +194,49 @@ def build(name: str, dtype: torch.dtype, layers: int | None = None, positions: i
 
 def answer(question: Question, with_help: bool = True) -> PlanReport:
     """Plan, predict, and try what would help."""
-    profile = question.profile()
-    budget = question.budget(question.machine)
-    params = sum(unit.num_params for unit in profile.units)
-    base = PlanReport(
-        question.options.model,
-        question.machine.name,
-        params,
-        profile.tokens,
-        False,
-        "",
-        budget,
-        TierPeaks(0, 0, 0),
-        run_steps=question.steps,
-    )
     try:
-        plan = question.plan(question.machine, profile)
+        plan = question.plan(question.machine, question.profile())
     except PlanInfeasible as error:
-        helps = _what_would_fit(question, profile) if with_help else ()
-        return replace(base, problem=str(error), peaks=error.smallest, helps=helps)
-    report = _figures(base, question, question.machine, plan, profile)
+        helps = _what_would_fit(question) if with_help else ()
+        return replace(_known(question), problem=str(error), peaks=error.smallest, helps=helps)
+    report = figures(question, plan)
     return replace(report, helps=_what_would_help(question, report)) if with_help else report
 
 
-def trace_of(question: Question) -> tuple[Trace, list[str]]:
-    """The predicted trace of a step, and the names of the units. Raises PlanInfeasible."""
+def _known(question: Question) -> PlanReport:
+    """What the answer is about."""
+    options, profile = question.options, question.profile()
+    return PlanReport(
+        options.model,
+        question.machine.name,
+        sum(unit.num_params for unit in profile.units),
+        profile.tokens,
+        False,
+        "",
+        question.budget(question.machine),
+        TierPeaks(0, 0, 0),
+        options.per_device_train_batch_size * options.gradient_accumulation_steps,
+        options.per_device_train_batch_size,
+        options.policy,
+        run_steps=question.steps,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A predicted step. `memory`: per tier, seconds since its begin and bytes from then on."""
+
+    trace: Trace
+    memory: dict[str, list[tuple[float, int]]]
+    unit_names: list[str]
+
+
+def picture(question: Question) -> Picture:
+    """The predicted step. Raises PlanInfeasible."""
     profile = question.profile()
     plan = question.plan(question.machine, profile)
-    return simulate(plan.ops, plan.pools, question.machine.hardware), [unit.name for unit in profile.units]
-
-
-def largest(question: Question, progress: Callable[[str], None]) -> tuple[int, int]:
-    """Most blocks of this model's width that can be trained, and their parameters. Raises PlanInfeasible where not even
-    one can."""
-    one, two = question.profile(layers=1), question.profile(layers=2)
-    params_of = [sum(unit.num_params for unit in profile.units) for profile in (one, two)]
-    question.plan(question.machine, one)
-
-    def fit(layers: int) -> bool:
-        progress(f"{layers} blocks")
-        return question.fits(question.machine, _repeat_blocks(two, layers))
-
-    low, high = 1, 2
-    while high < 4096 and fit(high):
-        low, high = high, 2 * high
-    while high - low > max(low // 64, 1):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fit(middle) else (low, middle)
-    return low, params_of[0] + (low - 1) * (params_of[1] - params_of[0])
-
-
-def sweep(question: Question, what: str) -> list[tuple[str, PlanReport]]:
-    """Answers along one axis: batch, drives or host-memory."""
-    points: list[tuple[str, PlanReport]] = []
-    machine, rows = question.machine, question.options.per_device_train_batch_size
-    if what == "batch":
-        for factor in (1, 2, 4, 8, 16, 32):
-            changed = replace(question.options, gradient_accumulation_steps=factor)
-            points.append((f"{rows * factor} rows", answer(_asked(question, machine, changed), False)))
-    elif what == "drives":
-        for count in (1, 2, 3, 4, 6, 8, 12):
-            points.append((f"{count} drives", answer(_asked(question, with_drives(machine, count)), False)))
-    elif what == "host-memory":
-        for size in (16, 32, 64, 128, 256, 512, 768, 1024):
-            other = replace(machine, host_bytes=size * 10**9)
-            free = replace(question.options, host_memory=None)
-            points.append((f"{size} GB", answer(_asked(question, other, free), False)))
-    else:
-        raise UsageError(f"--sweep {what} is not one of batch, drives, host-memory")
-    return points
+    trace = simulate(plan.ops, plan.pools, question.machine.hardware)
+    return Picture(trace, occupancy(plan, plan.ops, trace), [unit.name for unit in profile.units])
 
 
 def with_drives(machine: Machine, count: int) -> Machine:
@@ -245,8 +256,14 @@ def with_drives(machine: Machine, count: int) -> Machine:
     )
 
 
-def _figures(base: PlanReport, question: Question, machine: Machine, plan: Plan, profile: ModelProfile) -> PlanReport:
+def figures(question: Question, plan: Plan) -> PlanReport:
+    """What a plan promises."""
+    base, machine, profile = _known(question), question.machine, question.profile()
     trace = simulate(plan.ops, plan.pools, machine.hardware)
+    factor = 1.0
+    if question.measured:
+        factor = calibration(tuple(map(Path, question.options.store)), machine.hardware.device, plan.bottleneck)
+    plan = plan.calibrated(factor)
     flops = 3 * sum(call.flops for call in profile.calls)
     spread = _SPREAD_MEASURED if question.measured else _SPREAD_CATALOGUE
     run = plan.step_seconds * question.steps
@@ -257,6 +274,8 @@ def _figures(base: PlanReport, question: Question, machine: Machine, plan: Plan,
         base,
         fits=True,
         peaks=plan.peaks,
+        phases=phase_peaks(profile, plan, MAX_SHARD_BYTES),
+        calibration=factor,
         step_seconds=plan.step_seconds,
         clipped_step_seconds=plan.wary_step_seconds,
         tokens_per_s=tokens_per_s,
@@ -273,15 +292,24 @@ def _figures(base: PlanReport, question: Question, machine: Machine, plan: Plan,
         run_written_bytes=plan.bytes_written * question.steps,
         endurance_share=plan.bytes_written * question.steps / endurance if endurance else 0.0,
         dollars_per_million_tokens=per_second / tokens_per_s * 1e6,
+        dollars_per_run=per_second * run,
+        activations=_count([_kept_as(kept) for kept in plan.placement.acts]),
         notes=plan.notes,
     )
 
 
-def _count(tiers: list[str]) -> dict[str, int]:
-    return {tier: tiers.count(tier) for tier in ("device", "host", "disk") if tier in tiers}
+def _kept_as(kept: Kept) -> str:
+    """In words."""
+    what = "all" if kept.everything else "inputs and tape" if kept.tape else "inputs"
+    return f"{what} on {kept.tier}"
 
 
-def _asked(question: Question, machine: Machine, options: TrainOptions | None = None) -> Question:
+def _count(names: list[str]) -> dict[str, int]:
+    return {name: names.count(name) for name in dict.fromkeys(names)}
+
+
+def asked(question: Question, machine: Machine, options: TrainOptions | None = None) -> Question:
+    """The same question about another machine, or with other options."""
     options = options or question.options
     return Question(options, machine, question.measured, question.steps, question._profiles)
 
@@ -293,15 +321,15 @@ def _changes(question: Question) -> list[tuple[str, Question]]:
     free = replace(options, host_memory=None)
     twice = replace(options, gradient_accumulation_steps=2 * options.gradient_accumulation_steps)
     found = [
-        ("one more drive", _asked(question, with_drives(machine, len(machine.drives) + 1))),
-        ("64 GB more host memory", _asked(question, more_memory, free)),
-        ("twice the batch", _asked(question, machine, twice)),
+        ("one more drive", asked(question, with_drives(machine, len(machine.drives) + 1))),
+        ("64 GB more host memory", asked(question, more_memory, free)),
+        ("twice the batch", asked(question, machine, twice)),
     ]
     if NAMED[options.optim][1] == "float32":
         eight = "adamw_8bit" if options.optim.startswith("adamw") else "lion_8bit"
-        found.append((f"--optim {eight}", _asked(question, machine, replace(options, optim=eight))))
+        found.append((f"--optim {eight}", asked(question, machine, replace(options, optim=eight))))
     if options.max_grad_norm > 0:
-        found.append(("--max-grad-norm 0", _asked(question, machine, replace(options, max_grad_norm=0.0))))
+        found.append(("--max-grad-norm 0", asked(question, machine, replace(options, max_grad_norm=0.0))))
     if not machine.drives:
         found.pop(0)
     return found
@@ -316,7 +344,7 @@ def _what_would_help(question: Question, report: PlanReport) -> tuple[Help, ...]
     return tuple(sorted(helps, key=lambda item: -item.gain))
 
 
-def _what_would_fit(question: Question, profile: ModelProfile) -> tuple[Help, ...]:
+def _what_would_fit(question: Question) -> tuple[Help, ...]:
     """Changes after which it would fit."""
     options, rows = question.options, question.options.per_device_train_batch_size
     tries = _changes(question)
@@ -325,35 +353,25 @@ def _what_would_fit(question: Question, profile: ModelProfile) -> tuple[Help, ..
         cut = rows * options.gradient_accumulation_steps
         single = replace(options, per_device_train_batch_size=1, gradient_accumulation_steps=cut)
         flags = f"--per-device-train-batch-size 1 --gradient-accumulation-steps {cut}"
-        tries.insert(0, (flags, _asked(question, machine, single)))
+        tries.insert(0, (flags, asked(question, machine, single)))
     for factor in (2, 4, 8):
         larger = replace(machine, host_bytes=machine.host_bytes * factor)
-        tries.append((f"{format_size(larger.host_bytes)} of host memory", _asked(question, larger, free)))
+        tries.append((f"{format_size(larger.host_bytes)} of host memory", asked(question, larger, free)))
         if machine.drives:
             more = with_drives(machine, factor * len(machine.drives))
-            tries.append((f"{factor} times the drives", _asked(question, more)))
-    return tuple(Help(change, 0.0) for change, other in tries if answer(other, with_help=False).fits)[:3]
+            tries.append((f"{factor} times the drives", asked(question, more)))
+    return tuple(Help(change, 0.0) for change, other in tries if other.fits(other.machine, other.profile()))[:3]
 
 
-def _repeat_blocks(two: ModelProfile, layers: int) -> ModelProfile:
-    """The profile of a model with `layers` alike blocks, from that of one with two."""
-    blocks = [index for index in range(len(two.units) - 1) if _alike(two, index)]
-    if not blocks:
-        raise UsageError("this model's blocks are not alike: the largest one cannot be told from two of them")
-    first = blocks[-1]
-    units = [*two.units[: first + 1], *[two.units[first + 1]] * (layers - 1), *two.units[first + 2 :]]
-    calls = []
-    for call in two.calls:
-        shift = layers - 2 if call.unit > first + 1 else 0
-        if call.unit == first + 1:
-            calls += [replace(call, unit=first + 1 + index) for index in range(layers - 1)]
-        else:
-            calls.append(replace(call, unit=call.unit + shift))
-    resident = two.resident_unit
-    moved = resident + layers - 2 if resident is not None and resident > first + 1 else resident
-    return replace(two, units=tuple(units), calls=tuple(calls), resident_unit=moved)
+def predict(model: str, hardware: str | None = None, data: tuple[str, ...] = (), **options: Any) -> PlanReport:
+    """What `spillway plan` answers: will it fit, how fast, why, and what would help.
 
-
-def _alike(profile: ModelProfile, index: int) -> bool:
-    here, there = profile.units[index], profile.units[index + 1]
-    return (here.num_params, here.weight_bytes) == (there.num_params, there.weight_bytes) and here.num_params > 0
+    `model`: a directory with a config.json, a hub name, or one of the papers' shapes. `hardware`: a name, parts such as
+    "rtx4090+4x990pro+128GB", or a TOML file; None: this machine, measured. `options`: fields of TrainOptions.
+    """
+    stores = tuple(options.pop("store", ())) or (".",)
+    given = TrainOptions(model=model, data=data, output_dir="", store=stores, **options)
+    given.check()
+    paths = tuple(map(Path, stores))
+    machine = this_machine(paths, free_on(even_geometry(paths))) if hardware is None else find_machine(hardware)
+    return answer(Question(given, machine, hardware is None, count_steps(given, Reporter())))

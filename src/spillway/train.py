@@ -21,6 +21,7 @@ from spillway.api import Prepared, as_dtype, close, load, persistent_buffers, pr
 from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.data import Batches, DataPosition, Encoded, encode_files
+from spillway.hardware.calibration import calibration, note_run
 from spillway.hardware.drives import endurance_of
 from spillway.hardware.watch import MemoryWatch
 from spillway.integrations.huggingface import CAUSAL_LM, find_directory, max_positions
@@ -79,6 +80,10 @@ def train(options: TrainOptions, reporter: Reporter, origins: dict[str, str] | N
         return run.train(stop, watch)
 
 
+# Steps, and seconds of each, from which on a run says something about predictions.
+_TELLING_STEPS, _TELLING_SECONDS = 3, 0.2
+
+
 class _Run:
     """One run directory and what happens in it."""
 
@@ -89,6 +94,7 @@ class _Run:
         self._directory = Path(options.output_dir)
         self._output = self._directory / "model"
         self._progress = _Progress()
+        self._calibration = 1.0
         self._model: torch.nn.Module | None = None
 
     # Before the first step #
@@ -260,7 +266,10 @@ class _Run:
         self._plan = schedule.plan
         session, budget = self._parts.session, self._parts.budget
         left = self._total - self._progress.step
-        print_plan(self._reporter.console, self._plan, budget, session.device.kind, self._state_bytes(), left)
+        kind = session.device.kind
+        self._calibration = calibration(self._stores, kind, self._plan.bottleneck)
+        shown = self._plan.calibrated(self._calibration)
+        print_plan(self._reporter.console, shown, budget, kind, self._state_bytes(), left)
         engine = session.store.homes.read_engine.backend
         direct = session.store.homes.need_disk().direct
         self._reporter.say(
@@ -501,12 +510,16 @@ class _Run:
         later = progress.seconds[1:] or progress.seconds or [0.0]
         peaks = {"device": parts.session.device.peak_bytes(), "host": watch.peak, "disk": disk.num_bytes}
         losses = progress.losses or [math.nan]
+        predicted = self._plan.predicted_seconds(wary=2 * progress.wary_steps > len(progress.seconds))
+        if len(later) >= _TELLING_STEPS and statistics.median(later) >= _TELLING_SECONDS:
+            kind = parts.session.device.kind
+            note_run(self._stores, kind, self._plan.bottleneck, predicted, statistics.median(later))
         summary = RunSummary(
             progress.step,
             losses[0],
             losses[-1],
             progress.tokens / sum(progress.seconds) if progress.seconds else 0.0,
-            self._plan.predicted_seconds(wary=2 * progress.wary_steps > len(progress.seconds)),
+            self._calibration * predicted,
             statistics.median(later),
             self._plan.peaks,
             peaks,

@@ -1,14 +1,19 @@
 """`spillway plan`, `spillway probe`, `spillway doctor`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from spillway.cli.options import add_options
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
+
+if TYPE_CHECKING:
+    from spillway.planning import Question
+    from spillway.report.progress import Reporter
 
 _KEPT = (
     "store", "device_memory", "host_memory", "disk_memory", "max_length", "per_device_train_batch_size",
@@ -22,14 +27,16 @@ _KEPT = (
 @click.argument("data", nargs=-1)
 @add_options(TrainOptions, _KEPT)
 @click.option("--hardware", metavar="H", help="A name, parts such as rtx4090+4x990pro+128GB, or a TOML file.")
+@click.option("--batch-tokens", type=int, metavar="N", help="Tokens a step; rows at a time are chosen.")
 @click.option("--max-size", is_flag=True, help="The largest model of this width that can be trained.")
-@click.option("--sweep", metavar="AXIS", help="A curve over batch, drives or host-memory.")
-@click.option("--chart", metavar="FILE", help="The predicted step, for ui.perfetto.dev.")
+@click.option("--sweep", metavar="AXIS", help="A curve over batch, drives, host-memory or swapped (activations).")
+@click.option("--chart", metavar="FILE", help="The predicted step: .json for ui.perfetto.dev, .png a picture.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON on standard output.")
 def plan_command(
     model: str,
     data: tuple[str, ...],
     hardware: str | None,
+    batch_tokens: int | None,
     max_size: bool,
     sweep: str | None,
     chart: str | None,
@@ -39,26 +46,42 @@ def plan_command(
     """Will MODEL fit, how fast will it train, and what would help; on this machine or any other.
 
     Needs only the model's config.json; the papers' shapes go by name (gpt-13b, gpt-175b). With DATA the length of the
-    run is counted.
+    run is counted. --policy plans as another system would (lohan, zero-infinity, ...).
 
     \b
     Examples:
       spillway plan ./llama-8b
       spillway plan ./llama-8b chats.jsonl --hardware rtx4090+2x990pro+64GB
-      spillway plan gpt-13b --hardware lohan-4090 --per-device-train-batch-size 32 --max-length 1024
+      spillway plan gpt-13b --hardware lohan-4090 --batch-tokens 65536 --max-length 1024
+      spillway plan gpt-13b --hardware lohan-4090 --policy zero-infinity
       spillway plan gpt-13b --hardware rtx4080+990pro+64GB --max-size
       spillway plan ./llama-8b --sweep host-memory
+      spillway plan ./llama-8b --chart step.png
     """
     from spillway import planning
-    from spillway.hardware.catalogue import find_machine
-    from spillway.hardware.machine import this_machine
-    from spillway.report.chrome import write_chrome_trace
-    from spillway.report.plans import print_report, print_sweep
     from spillway.report.progress import Reporter
-    from spillway.spec.sizes import format_size
-    from spillway.store.disk import even_geometry, free_on
 
     reporter = Reporter()
+    question = _question(model, data, hardware, reporter, values)
+    if batch_tokens is not None:
+        with reporter.counting("choosing rows at a time"):
+            question = planning.with_batch_tokens(question, batch_tokens)
+    if max_size:
+        _say_largest(question, reporter, as_json)
+    elif sweep is not None:
+        _say_sweep(question, sweep, reporter, as_json)
+    else:
+        _say_answer(question, chart, reporter, as_json)
+
+
+def _question(
+    model: str, data: tuple[str, ...], hardware: str | None, reporter: "Reporter", values: dict[str, Any]
+) -> "Question":
+    from spillway.hardware.catalogue import find_machine
+    from spillway.hardware.machine import this_machine
+    from spillway.planning import Question, count_steps
+    from spillway.store.disk import even_geometry, free_on
+
     stores = tuple(values.pop("store")) or (".",)
     options = TrainOptions(model=model, data=data, output_dir="", store=stores, **values)
     options.check()
@@ -68,36 +91,62 @@ def plan_command(
         machine = this_machine(paths, free_on(even_geometry(paths)))
     else:
         machine = find_machine(hardware)
-    steps = planning.count_steps(options, reporter)
-    question = planning.Question(options, machine, hardware is None, steps)
-    if max_size:
-        with reporter.counting("searching"):
-            layers, params = planning.largest(question, lambda _: None)
-        found = {"layers": layers, "params": params}
-        text = f"{params / 1e9:.1f}B parameters: {layers} blocks of this width fit {machine.name}"
-        click.echo(json.dumps(found)) if as_json else reporter.say(text)
-        return
-    if sweep is not None:
-        points = planning.sweep(question, sweep)
-        if as_json:
-            click.echo(json.dumps([{"at": at, "report": to_json(report)} for at, report in points]))
-        else:
-            print_sweep(reporter.console, points)
-        return
-    report = planning.answer(question)
+    return Question(options, machine, hardware is None, count_steps(options, reporter))
+
+
+def _say_largest(question: "Question", reporter: "Reporter", as_json: bool) -> None:
+    from spillway.curves import largest
+
+    with reporter.counting("searching"):
+        layers, params = largest(question)
+    text = f"{params / 1e9:.1f}B parameters: {layers} blocks of this width fit {question.machine.name}"
+    click.echo(json.dumps({"layers": layers, "params": params})) if as_json else reporter.say(text)
+
+
+def _say_sweep(question: "Question", axis: str, reporter: "Reporter", as_json: bool) -> None:
+    from spillway.curves import sweep
+    from spillway.report.plans import print_sweep
+
+    with reporter.counting("planning"):
+        points = sweep(question, axis)
+    if as_json:
+        click.echo(json.dumps([{"at": at, "report": to_json(report)} for at, report in points]))
+    else:
+        print_sweep(reporter.console, points)
+
+
+def _say_answer(question: "Question", chart: str | None, reporter: "Reporter", as_json: bool) -> None:
+    from spillway.curves import largest_as_help
+    from spillway.planning import answer
+    from spillway.report.plans import print_report
+    from spillway.spec.errors import PlanInfeasible
+
+    with reporter.counting("planning"):
+        report = answer(question)
+        if not report.fits:
+            report = replace(report, helps=(*report.helps, *largest_as_help(question)))
     if chart is not None and report.fits:
-        trace, names = planning.trace_of(question)
-        write_chrome_trace(Path(chart), {"predicted": trace}, names)
+        _draw(question, Path(chart), reporter)
     if as_json:
         click.echo(json.dumps(to_json(report)))
     else:
         print_report(reporter.console, report)
     if not report.fits:
-        from spillway.spec.errors import PlanInfeasible
-
         raise PlanInfeasible(report.problem, report.peaks)
-    if chart is not None:
-        reporter.say(f"the predicted step is in {chart} ({format_size(Path(chart).stat().st_size)})")
+
+
+def _draw(question: "Question", path: Path, reporter: "Reporter") -> None:
+    from spillway.planning import picture
+    from spillway.report.chart import draw_step
+    from spillway.report.chrome import write_chrome_trace
+    from spillway.spec.sizes import format_size
+
+    step = picture(question)
+    if path.suffix in (".png", ".svg", ".pdf"):
+        draw_step(path, step.trace, step.memory, f"{question.options.model} on {question.machine.name}")
+    else:
+        write_chrome_trace(path, {"predicted": step.trace}, step.unit_names, step.memory)
+    reporter.say(f"the predicted step is in {path} ({format_size(path.stat().st_size)})")
 
 
 @click.command("probe")

@@ -44,7 +44,7 @@ def this_machine(paths: tuple[Path, ...], free_disk_bytes: int, refresh: bool = 
 
 def _measured(paths: tuple[Path, ...], refresh: bool) -> HardwareSpec:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    file = _cache_directory() / f"probe-{_key(device, paths)}.json"
+    file = cache_directory() / f"probe-{machine_key(device.type, paths)}.json"
     if not refresh:
         try:
             known = from_json(Measured, json.loads(file.read_text()))
@@ -70,14 +70,15 @@ def _measured(paths: tuple[Path, ...], refresh: bool) -> HardwareSpec:
     return found
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
+    """Where measurements are kept."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "spillway"
 
 
-def _key(device: torch.device, paths: tuple[Path, ...]) -> str:
+def machine_key(device: str, paths: tuple[Path, ...]) -> str:
     """Changes with the hardware and with PyTorch, not with the time."""
     parts: list[Any] = [platform.processor(), os.cpu_count(), psutil.virtual_memory().total, torch.__version__]
-    parts.append(torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
+    parts.append(torch.cuda.get_device_name() if device == "cuda" else "cpu")
     parts += [existing(path).stat().st_dev for path in paths]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -9,9 +9,9 @@ from typing import Any
 
 from spillway.plan.bounds import lower_bound
 from spillway.plan.memory import peaks
-from spillway.plan.pools import Kinds, SlabNames
+from spillway.plan.pools import Kinds, SlabNames, stored_bytes
 from spillway.plan.request import PlanRequest, Space
-from spillway.plan.swap import EVERYTHING, best_amount, with_outputs
+from spillway.plan.swap import EVERYTHING, Output, best_amount, with_outputs
 from spillway.spec.errors import PlanInfeasible
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
@@ -84,8 +84,6 @@ class Filler:
         self._space = space
         self._device_is_host = hardware.device == "cpu"
         self._kinds = Kinds(model)
-        self._unit_sizes = [unit.weight_bytes for unit in model.units]
-        self._call_sizes = [call.act_bytes + call.saved_bytes for call in model.calls]
         # What became of a candidate (held, so that its id stays its own): orders have their beginnings in common.
         self._grown: dict[tuple[int, str, str], tuple[Candidate, Candidate]] = {}
 
@@ -321,11 +319,14 @@ class Filler:
         """Move activations off the device instead of computing them again, as many as make the step of `judged`
         faster (LoHan's algorithm 1); those that find no room in host memory to the drive, where that may be."""
         space = self._space
-        tiers = self._swap_tiers()
-        room = self._budget.host_bytes - candidate.peaks.host if "host" in tiers else 0
+        room = self._budget.host_bytes - candidate.peaks.host if "host" in self._swap_tiers() else 0
         chosen = best_amount(self._model, judged.placement, self._hardware, space.keeps, room, space.policy.sees_disk)
+        return self.moved(candidate, chosen)
+
+    def moved(self, candidate: Candidate, chosen: list[Output]) -> Candidate:
+        """With these outputs moved off the device, as many as fit."""
         left = list(dict.fromkeys(output.call for output in chosen))
-        for tier in tiers:
+        for tier in self._swap_tiers():
             wanted = with_outputs(candidate.placement.acts, chosen, tier)
             candidate = self._grow(candidate, "acts", left, partial(_wanted, wanted))
             left = [call for call in left if candidate.placement.acts[call] != wanted[call]]
@@ -355,11 +356,16 @@ class Filler:
         same: dict[object, object] = {}  # alike ones are one object: that tells them apart from others at no cost
         changes = ((number, change(candidate.placement, number)) for number in numbers)
         items = [(number, same.setdefault(new, new)) for number, new in changes if new is not None]
-        sizes = self._call_sizes if part == "acts" else self._unit_sizes
         while items:
             count, candidate = self._most(candidate, part, items)
-            items = [item for item in items[count + 1 :] if sizes[item[0]] < sizes[items[count][0]]]
+            items = [item for item in items[count + 1 :] if self._size(item) < self._size(items[count])]
         return candidate
+
+    def _size(self, item: tuple[int, object]) -> int:
+        number, new = item
+        if isinstance(new, Kept):
+            return stored_bytes(self._model.calls[number], new)
+        return self._model.units[number].weight_bytes
 
     def _most(self, candidate: Candidate, part: str, items: list[tuple[int, object]]) -> tuple[int, Candidate]:
         """How many of the first changes fit, and the placement with them. What they take is about proportional to

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from spillway.plan.pools import Kinds, Placed, stored_bytes
 from spillway.spec.model import CallProfile, ModelProfile
-from spillway.spec.plan import Kept, Placement, Pool, TierPeaks
+from spillway.spec.plan import Kept, Placement, Plan, Pool, TierPeaks
 
 # A GPU's allocator hands out what calls keep in blocks that are rounded up and do not always fit where others were.
 _FRAGMENTED = 1.1
@@ -51,6 +51,24 @@ def working_bytes(model: ModelProfile, call: CallProfile, kept: Kept) -> int:
         return 2 * (call.saved_bytes + model.units[call.unit].weight_bytes) // call.chunks
     taken = (stored_bytes(call, kept) - call.act_bytes) // call.chunks
     return max(call.work_bytes - taken, call.act_bytes)
+
+
+def phase_peaks(model: ModelProfile, plan: Plan, shard_bytes: int) -> dict[str, TierPeaks]:
+    """Peak bytes per tier of what a run does besides its steps. The host's arena is taken when weights are loaded and
+    kept; evaluation needs one unit at a time; a save writes the 16-bit weights beside the store; an export, a process
+    of its own, holds a window of at most one shard."""
+    step, placement = plan.peaks, plan.placement
+    resting = sum(residents(model, placement, unit).device for unit in range(len(model.units)))
+    largest = max((unit.weight_bytes for unit in model.units), default=0)
+    forward = max((call.work_bytes for call in model.calls), default=0)
+    weights = sum(unit.weight_bytes for unit in model.units)
+    return {
+        "load": TierPeaks(resting, step.host, step.disk),
+        "step": step,
+        "evaluation": TierPeaks(min(resting + largest + forward, step.device), step.host, step.disk),
+        "save": TierPeaks(resting, step.host, step.disk + weights),
+        "export": TierPeaks(0, min(weights, shard_bytes), step.disk + weights),
+    }
 
 
 def peaks(

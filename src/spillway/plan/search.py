@@ -1,16 +1,19 @@
 """The planner: closed forms rank the ways to fill memory, the simulator decides among the best."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from spillway.plan.bounds import lower_bound
 from spillway.plan.check import check
 from spillway.plan.fill import Candidate, Filler
 from spillway.plan.lower import complete, lower_step
 from spillway.plan.policies import POLICIES
-from spillway.plan.pools import recomputed_flops
+from spillway.plan.pools import recomputed_flops, stored_bytes
 from spillway.plan.request import PlanRequest, Space, space_of
 from spillway.plan.simulate import simulate, step_seconds
+from spillway.plan.swap import outputs
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
@@ -67,6 +70,28 @@ def fits(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: P
     except PlanInfeasible:
         return False
     return True
+
+
+def swapped_plans(
+    model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest, points: int = 9
+) -> list[tuple[float, Plan]]:
+    """The plan that recomputes, with more and more activations moved off the device in the order of LoHan's algorithm
+    1: bytes moved besides inputs of units, and the plan. Raises PlanInfeasible."""
+    start = make_plan(model, hardware, budget, replace(request, activations="recompute"))
+    space = space_of(request)
+    filler = Filler(model, hardware, budget, replace(request, fixed=start.placement), space)
+    ordered = outputs(model, start.placement.acts, space.keeps)
+    ends = list(accumulate(output.num_bytes for output in ordered))
+    found: dict[float, Plan] = {}
+    for point in range(points):
+        chosen = ordered[: bisect_right(ends, ends[-1] * point // (points - 1)) if ends else 0]
+        candidate = filler.moved(filler.candidate(start.placement), chosen)
+        plan = lower_step(model, candidate.placement)
+        seconds, bottleneck = step_seconds(plan, hardware)
+        pairs = zip(model.calls, candidate.placement.acts, strict=True)
+        moved = sum(stored_bytes(call, kept) - call.act_bytes for call, kept in pairs if kept.tier != "device")
+        found[moved] = replace(plan, step_seconds=seconds, bottleneck=bottleneck, peaks=candidate.peaks)
+    return sorted(found.items())
 
 
 def _half_of(budget: Budget) -> Budget:

@@ -8,9 +8,19 @@ from spillway.spec.plan import LANES
 from spillway.spec.trace import Trace
 
 
-def write_chrome_trace(path: Path, traces: dict[str, Trace], unit_names: list[str]) -> None:
-    """One process per trace, one thread per lane. Times in microseconds, as the format wants."""
-    events: list[dict[str, Any]] = []
+def write_chrome_trace(
+    path: Path,
+    traces: dict[str, Trace],
+    unit_names: list[str],
+    memory: dict[str, list[tuple[float, int]]] | None = None,
+) -> None:
+    """One process per trace, one thread per lane; `memory` (per tier: seconds, and bytes from then on) as counters of
+    the first. Times in microseconds, as the format wants."""
+    events: list[dict[str, Any]] = [
+        {"ph": "C", "pid": 0, "name": f"{tier} memory", "ts": 1e6 * at, "args": {"bytes": size}}
+        for tier, points in (memory or {}).items()
+        for at, size in points
+    ]
     for process, (name, trace) in enumerate(traces.items()):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
         for thread, lane in enumerate(LANES):

@@ -19,12 +19,23 @@ def print_report(console: Console, report: PlanReport) -> None:
     for tier in ("device", "host", "disk"):
         peak, budget = getattr(report.peaks, tier), getattr(report.budget, f"{tier}_bytes")
         table.add_row(f"{tier} peak", f"{format_size(peak)} of {format_size(budget)}")
+    others = (
+        f"{phase} {format_size(peaks.device)}, {format_size(peaks.host)}, {format_size(peaks.disk)}"
+        for phase, peaks in report.phases.items()
+        if phase != "step"
+    )
+    table.add_row("device, host, disk besides steps", "; ".join(others))
+    table.add_row("batch", f"{report.rows} rows, {report.micro_rows} at a time inside each unit")
     for part, tiers in report.placement.items():
         table.add_row(part, ", ".join(f"{count} units on {tier}" for tier, count in tiers.items()))
-    table.add_row("update", report.update)
+    table.add_row("backward needs", ", ".join(f"{count} x {how}" for how, count in report.activations.items()))
+    by = "" if report.policy == "auto" else f" (planned as {report.policy} would)"
+    table.add_row("update", f"{report.update}{by}")
     clipped = report.clipped_step_seconds
+    factor = f" ({report.calibration:.2f} times what was computed, as earlier runs here measured)"
+    calibrated = factor if report.calibration != 1.0 else ""
     slower = f", {format_seconds(clipped)} where gradients are clipped" if clipped else ""
-    table.add_row("step", f"{format_seconds(report.step_seconds)} for {report.tokens:,} tokens{slower}")
+    table.add_row("step", f"{format_seconds(report.step_seconds)} for {report.tokens:,} tokens{slower}{calibrated}")
     table.add_row("tokens per second", f"{report.tokens_per_s:,.0f}")
     share = f" ({report.peak_share:.0%} of the device's peak)" if report.peak_share else ""
     table.add_row("model FLOP/s", f"{report.model_flops_per_s / 1e12:.1f} TFLOP/s{share}")
@@ -37,7 +48,10 @@ def print_report(console: Console, report: PlanReport) -> None:
         wear = f", {report.endurance_share:.1%} of the drives' endurance" if report.endurance_share else ""
         table.add_row("written by the run", f"{format_size(report.run_written_bytes)}{wear}")
     if report.dollars_per_million_tokens:
-        table.add_row("per million tokens", f"${report.dollars_per_million_tokens:.3f} of the machine's price")
+        run = f", {report.dollars_per_run:.2f} for the run" if report.dollars_per_run else ""
+        table.add_row(
+            "dollars", f"{report.dollars_per_million_tokens:.3f} per million tokens{run}, of the parts' price"
+        )
     console.print(table)
     for note in report.notes:
         console.print(f"note: {note}")

@@ -26,6 +26,11 @@ class PlanReport:
     problem: str
     budget: Budget
     peaks: TierPeaks
+    rows: int = 0  # a step
+    micro_rows: int = 0  # computed at a time inside a unit
+    policy: str = "auto"
+    phases: dict[str, TierPeaks] = field(default_factory=dict)  # load, step, evaluation, save, export
+    calibration: float = 1.0  # measured over predicted, in earlier runs on this machine; part of the prediction
     step_seconds: float = 0.0
     clipped_step_seconds: float = 0.0  # of one whose gradients are clipped; 0 where it takes no longer
     tokens_per_s: float = 0.0
@@ -41,6 +46,8 @@ class PlanReport:
     run_written_bytes: float = 0.0
     endurance_share: float = 0.0  # of the drives', by the whole run
     dollars_per_million_tokens: float = 0.0
+    dollars_per_run: float = 0.0
+    activations: dict[str, int] = field(default_factory=dict)  # calls per way to keep what backward needs
     notes: tuple[str, ...] = ()
     helps: tuple[Help, ...] = ()
 
