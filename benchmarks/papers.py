@@ -21,7 +21,7 @@ from spillway.hardware.catalogue import build as build_machine
 from spillway.hardware.catalogue import find_machine
 from spillway.plan.bounds import phases
 from spillway.plan.request import PlanRequest
-from spillway.plan.search import make_plan
+from spillway.plan.search import fits, make_plan
 from spillway.plan.simulate import simulate
 from spillway.plan.swap import outputs, step_curve
 from spillway.planning import GPT_SHAPES
@@ -304,7 +304,7 @@ def largest(machine: Machine, policy: str) -> float:
         for depth in (layers // 4, layers // 2, 3 * layers // 4, layers):
             model = gpt(depth, hidden, 1, OURS if policy == "auto" else THEIRS)
             params = sum(unit.num_params for unit in model.units) / 1e9
-            if params > most and plan(model, machine, policy, activations="auto") is not None:
+            if params > most and fits(model, machine.hardware, budget(machine), PlanRequest(policy=policy)):
                 most = params
     return most
 

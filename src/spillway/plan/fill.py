@@ -37,6 +37,8 @@ _ORDERS = (
     (("inputs", "host"), ("inputs", "device"), ("grads", "host"), ("weights", "device"), ("states", "host")),
     (("inputs", "device"), ("grads", "host"), ("weights", "host"), ("states", "host")),
 )  # fmt: skip
+# Nothing takes device memory that activations on their way could use.
+_OFF_THE_DEVICE = (("inputs", "host"), ("grads", "host"), ("weights", "host"), ("states", "host"))
 # Activations are moved off the device in the best of the other placements, by their bounds.
 _SWAPPED_FROM = 3
 _NEARER = {"disk": ("host", "device"), "host": ("device",), "device": ()}
@@ -106,10 +108,13 @@ class Filler:
         raise PlanInfeasible(self._shortage(tried[0]), tried[0].peaks)
 
     def _pipelines(self, update: str) -> Iterator[Placement]:
-        """Ever smaller ones."""
-        for window in range(self._space.policy.window, 0, -1):
-            for subgroup, slabs in self._subgroups():
-                yield self._lowest(update, window, subgroup, slabs, self._space.inputs[0])
+        """Ever smaller ones. The window takes device memory and subgroups take host memory: where these are one, slots
+        are worth more than large subgroups; elsewhere each is as large as its own tier has room for."""
+        windows, far = range(self._space.policy.window, 0, -1), self._space.inputs[0]
+        sizes = list(self._subgroups())
+        pairs = product(windows, sizes) if self._device_is_host else ((w, size) for size in sizes for w in windows)
+        for window, (subgroup, slabs) in pairs:
+            yield self._lowest(update, window, subgroup, slabs, far)
 
     def candidate(
         self, placement: Placement, deferred: Collection[int] = (), visiting: Collection[int] = ()
@@ -213,6 +218,11 @@ class Filler:
         starts.sort(key=lambda start: lower_bound(self._model, start.placement, self._hardware))
         for start in starts[:_SWAPPED_FROM]:
             yield self._swap(start, start)
+        for base in (lowest, self.candidate(replace(lowest.placement, window=1, grad_slots=1))):
+            far = self.fill(base, _OFF_THE_DEVICE)
+            swapped = self._swap(far, far)
+            yield swapped
+            yield self.fill(swapped)
         if may_move:
             yield self.fill(self._swap(lowest, starts[0]))
             for level in keeps if "device" in space.kept_in else ():

@@ -23,7 +23,7 @@ from spillway.spec.plan import Plan
 _FIRST_SHARE = 0.5  # the drive then has about as much to do in forward as in backward
 _DEFERRED_SHARES = (0.25, 1.0)
 # A plan this close to what none can beat is not searched further.
-_CLOSE = 1.025
+_CLOSE = 1.01
 _SMALLEST_VISIT = 1 << 18
 # Models of no more units are also searched the way that every other policy does.
 _WIDELY = 24
