@@ -149,7 +149,7 @@ BATCHES = (8, 16, 32, 64)
 
 def throughput() -> Iterator[Row]:
     """13B and 175B against the baselines (LoHan, figure 5; Fuyou, figure 5)."""
-    zero = "what a policy may overlap, it overlaps fully; DeepSpeed and Colossal-AI measure slower than their design"
+    zero = "drives and the CPU's optimizer run at full rate here; DeepSpeed and Colossal-AI measure far below that"
     for gpu, ratios in (("rtx4090", (2.32, 3.46, 8.02)), ("rtx3090", (1.57, 2.48, 4.72))):
         machine = server(gpu)
         lohan, ours = best("gpt-13b", machine, "lohan", BATCHES), best("gpt-13b", machine, "auto", BATCHES)
@@ -214,7 +214,7 @@ def updates() -> Iterator[Row]:
         found, after = speed("gpt-13b", machine, "fuyou", rows), serialised("gpt-13b", machine, rows)
         own = speed("gpt-13b", machine, "auto", rows)
         yield Row("updates", f"13B, {rows} rows: overlapped over not", gain, found / after, own / after, "x", naive)
-    pageable = "their pageable copies for activations are not modelled"
+    pageable = "ZeRO-Infinity copies activations through pageable memory, which is not modelled"
     for gpu, gains in (("a100-80", (1.66, 1.88, 1.97)), ("rtx4090", (1.85, 1.92, 2.28))):
         for rows, gain in zip((8, 16, 32), gains, strict=True):
             found = serialised("gpt-13b", server(gpu), rows)

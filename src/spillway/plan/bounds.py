@@ -40,6 +40,18 @@ class Phase:
         drive = max(reading, writing, (reading + writing) / max(2 * hardware.disk_together, 1.0))
         return max(*on_cores, drive, sum(on_cores) if hardware.cores_shared else 0.0)
 
+    def seconds_in_turn(self, hardware: HardwareSpec) -> float:
+        """Of all resources one after another."""
+        return (
+            self.flops / hardware.device_flops_per_s
+            + self.updated / hardware.update_params_per_s
+            + self.visiting / hardware.device_update_params_per_s
+            + self.upload / hardware.upload_bytes_per_s
+            + self.download / hardware.download_bytes_per_s
+            + self.read / hardware.read_bytes_per_s
+            + self.write / hardware.write_bytes_per_s
+        )
+
     def without_disk(self) -> "Phase":
         """The same as if drives took no time."""
         return replace(self, read=0.0, write=0.0)
@@ -61,6 +73,8 @@ def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpe
     placement). An update that comes after backward overlaps nothing of it but what is read ahead."""
     forward, backward, update = _parts(model, placement)
     least = (forward + backward + update).seconds(hardware)
+    if placement.in_turn:
+        return (forward + backward + update).seconds_in_turn(hardware)
     if placement.update == "serial":
         after = replace(update, read=0.0, upload=0.0)
         least = max(least, Phase(flops=forward.flops + backward.flops).seconds(hardware) + after.seconds(hardware))

@@ -15,6 +15,7 @@ class Builder:
     """The growing list, and which slabs are free if everything listed so far has run."""
 
     pools: dict[str, Pool]
+    in_turn: bool = False  # each operation depends on the one before it
     ops: list[Op] = field(default_factory=list)
     free: dict[str, int] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
@@ -50,8 +51,10 @@ class Builder:
             self.held[lease] = pool
         for lease in give:
             self.free[self.held.pop(lease)] += 1
-        known = tuple(sorted({dep for dep in deps if dep is not None}))
         number = len(self.ops)
+        if self.in_turn and number:
+            deps = [*deps, number - 1]
+        known = tuple(sorted({dep for dep in deps if dep is not None}))
         op = Op(number, kind, lane, unit, group, amount, known, take, give, source, target, call, start, stop, late)
         self.ops.append(op)
         return op.id

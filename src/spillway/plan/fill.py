@@ -153,7 +153,9 @@ class Filler:
                 for call, kept in zip(self._model.calls, acts, strict=True)
             )
         units = request.fixed.units if request.fixed is not None else tuple(self._lowest_units(update))
-        return Placement(units, acts, update, request.clip, request.accumulation, window, slabs, subgroup)
+        turns = space.policy.in_turn
+        clip, times = request.clip, request.accumulation
+        return Placement(units, acts, update, clip, times, window, slabs, subgroup, turns)
 
     def _lowest_units(self, update: str) -> Iterator[UnitPlacement]:
         space, request = self._space, self._request

@@ -45,7 +45,7 @@ class Lowering:
         self._model = model
         self._plan = placement
         self._names = names
-        self._build = Builder({pool.name: pool for pool in pools})
+        self._build = Builder({pool.name: pool for pool in pools}, placement.in_turn)
         self._updates = Updates(self._build, model, placement, names, round_)
         self._uses = self._list_uses()
         self._loads, self._load_of_use = self._list_loads()

@@ -30,6 +30,7 @@ class Policy:
     state_slabs: int = 4
     strides: bool = True  # some updates may run on the device, of states that rest elsewhere
     visits: bool = False  # all of them do
+    in_turn: bool = False  # transfers and compute one after another
     sees_disk: bool = True  # traffic of the drives counts when activations are chosen
 
 
@@ -38,9 +39,10 @@ _FAR = ("host", "disk")
 
 
 def _zero(name: str, source: str, weights: str, states: str, grads: str, inputs: str) -> Policy:
-    """DeepSpeed's offload and its like: recompute, read, update and write one piece after another after backward."""
+    """DeepSpeed's offload and its like: recompute, read, update and write one piece after another after backward, and
+    hardly overlap transfers with compute before (Fuyou 3.2 and figure 2a)."""
     return Policy(name, source, (weights,), (states,), (grads,), (inputs,), keeps=(), updates=("serial",), window=2,
-                  state_slabs=1, strides=False)  # fmt: skip
+                  state_slabs=1, strides=False, in_turn=True)  # fmt: skip
 
 
 POLICIES = {

@@ -100,6 +100,7 @@ class Placement:
     window: int  # device slots per weight pool
     state_slabs: int
     subgroup: int  # elements updated by one UPDATE
+    in_turn: bool = False  # every operation waits for the one before it: nothing overlaps
     grad_slots: int = 2  # so that a download overlaps the next backward; 1 where there is no room
 
     @property
