@@ -42,7 +42,7 @@ def test_the_papers_model_on_the_papers_server(capsys: pytest.CaptureFixture[str
     chart = tmp_path / "step.json"
     found = ask(capsys, "gpt-13b", "--hardware", "lohan-4090", *shape, "--chart", chart)
     assert 12.5e9 < found["num_params"] < 13.2e9 and found["bottleneck"] == "compute"
-    assert 0.5 < found["peak_share"] < 0.9
+    assert 0.5 < found["peak_share"] < 0.94  # what a block reaches
     assert json.loads(chart.read_text())["traceEvents"]
     disk = ask(capsys, "gpt-13b", "--hardware", "rtx4090+990pro+32GB", "--max-length", "1024",
                "--per-device-train-batch-size", "1")  # fmt: skip
