@@ -12,7 +12,6 @@ import models
 import reference
 import spillway
 from spillway.api import close, prepared, read_parameters
-from spillway.plan.policies import POLICIES
 from spillway.spec.plan import ACTIVATIONS, UPDATE_MODES
 
 STEPS = 20
@@ -156,7 +155,7 @@ WAYS = list(itertools.product(("disk", "host", "device", "auto"), UPDATE_MODES, 
 @pytest.mark.parametrize("name", tuple(models.MODELS))
 def test_placement_update_mode_and_activations_never_change_bits(name: str, tmp_path: Path) -> None:
     results = []
-    for index, (place, update, activations) in enumerate(WAYS[::5]):
+    for index, (place, update, activations) in enumerate(WAYS[::7]):
         case = Case(name, place, update, 2, 1, activations)
         results.append(train(case, models.MODELS[name](), tmp_path / str(index), None))
     for losses, weights in results[1:]:
@@ -164,9 +163,13 @@ def test_placement_update_mode_and_activations_never_change_bits(name: str, tmp_
         assert all(torch.equal(weights[key], results[0][1][key]) for key in weights)
 
 
+# Those whose plans differ in kind on a small model.
+SYSTEMS = ("auto", "zero-infinity", "colossal-ai", "flashneuron", "g10", "lohan", "stronghold")
+
+
 def test_the_planners_of_the_field_train_to_the_same_bits(tmp_path: Path) -> None:
     results = []
-    for policy in POLICIES:
+    for policy in SYSTEMS:
         case = Case("llama", "auto", "auto", 2, 1, "auto", policy)
         results.append(train(case, models.llama(), tmp_path / policy, 1.0))
     for losses, weights in results[1:]:
