@@ -10,11 +10,6 @@ _CORES = ("compute", "update", "upload", "download", "device")
 _DISK = ("read", "write")
 
 
-def alone_seconds(op: Op, hardware: HardwareSpec) -> float:
-    """Seconds an operation takes with its lane's resource to itself."""
-    return op.amount / _rates(hardware).get((op.kind, op.lane), hardware.device_flops_per_s) + _OP_SECONDS
-
-
 def _rates(hardware: HardwareSpec) -> dict[tuple[str, str], float]:
     """What operations of a kind and lane go through in a second; all others compute."""
     return {
