@@ -167,8 +167,9 @@ def test_ours_finds_what_trying_everything_finds(clip: bool, flops: float, host:
     assert ours.step_seconds <= CLOSE * best
 
 
-def test_policies_hold_what_they_stand_for() -> None:
-    model, machine = profiles.chain(4, flops=1e10), profiles.MACHINE
+@pytest.mark.parametrize("blocks", (1, 4))
+def test_policies_hold_what_they_stand_for(blocks: int) -> None:
+    model, machine = profiles.chain(blocks, flops=1e10), profiles.MACHINE
     budget = Budget(10**8, 10**9, 10**13, 10**7)
     for name, policy in POLICIES.items():
         try:
@@ -178,6 +179,7 @@ def test_policies_hold_what_they_stand_for() -> None:
         units, acts = made.placement.units, made.placement.acts
         assert {unit.weights for unit in units} <= {*policy.weights}, name
         assert {unit.states for unit in units} <= {*policy.states, "none"}, name
+        assert {unit.grads for unit in units if unit.states != "device"} <= {*policy.grads}, name
         assert made.placement.update in policy.updates, name
         if policy.must_keep:
             assert all(kept.everything for kept in acts[:-1]), name

@@ -124,11 +124,16 @@ class _Search:
                 best = self._better(best, variant)
         if best is None:
             raise AssertionError("nothing was left to choose from")
-        may_climb = self._request.fixed is None and self._hardware.device != "cpu"
+        may_climb = self._searches_freely and self._request.fixed is None
         if may_climb and len(self._model.units) <= _CLIMBED:
             starts = [best, *map(self._time, self._in_every_mode(next(iter(found.values()))))]
             best = min(map(self._climb, starts), key=lambda found: found.seconds)
         return best
+
+    @property
+    def _searches_freely(self) -> bool:
+        """Not as another planner would, whose rules single changes would break; nor on the CPU, where little differs."""
+        return self._space.policy.name == "auto" and self._hardware.device != "cpu"
 
     def _in_every_mode(self, candidate: Candidate) -> Iterator[Candidate]:
         modes = self._space.policy.updates if self._space.update == "auto" else (self._space.update,)
