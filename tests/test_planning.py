@@ -148,6 +148,15 @@ def test_the_step_is_drawn_with_its_memory(model: Path, capsys: pytest.CaptureFi
     assert set(found["phases"]) == {"load", "step", "evaluation", "save", "export"}
 
 
+def test_a_chart_that_cannot_be_drawn_is_refused_before_planning(
+    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for chart, why in (("step.gif", "must end in .json"), ("nowhere/step.png", "cannot be written")):
+        asked = ["plan", str(model), "--hardware", "rtx3090+980pro+64GB", "--chart", str(tmp_path / chart)]
+        assert run(asked) == 2
+        assert why in capsys.readouterr().err
+
+
 def test_python_gives_the_same_answer(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = ask(capsys, model, "--hardware", "rtx3090+980pro+64GB", "--max-steps", "10")
     report = spillway.predict(str(model), "rtx3090+980pro+64GB", max_steps=10)

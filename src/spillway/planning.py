@@ -363,6 +363,14 @@ def _what_would_fit(question: Question) -> tuple[Help, ...]:
     return tuple(Help(change, 0.0) for change, other in tries if other.fits(other.machine, other.profile()))[:3]
 
 
+def ask(options: TrainOptions, hardware: str | None, reporter: Reporter) -> Question:
+    """The question about a machine by name, or about this one, measured. Raises UsageError for what makes no sense."""
+    options.check()
+    paths = tuple(map(Path, options.store))
+    machine = this_machine(paths, free_on(even_geometry(paths))) if hardware is None else find_machine(hardware)
+    return Question(options, machine, hardware is None, count_steps(options, reporter))
+
+
 def predict(model: str, hardware: str | None = None, data: tuple[str, ...] = (), **options: Any) -> PlanReport:
     """What `spillway plan` answers: will it fit, how fast, why, and what would help.
 
@@ -371,7 +379,4 @@ def predict(model: str, hardware: str | None = None, data: tuple[str, ...] = (),
     """
     stores = tuple(options.pop("store", ())) or (".",)
     given = TrainOptions(model=model, data=data, output_dir="", store=stores, **options)
-    given.check()
-    paths = tuple(map(Path, stores))
-    machine = this_machine(paths, free_on(even_geometry(paths))) if hardware is None else find_machine(hardware)
-    return answer(Question(given, machine, hardware is None, count_steps(given, Reporter())))
+    return answer(ask(given, hardware, Reporter()))

@@ -28,6 +28,7 @@ from spillway.integrations.huggingface import CAUSAL_LM, find_directory, max_pos
 from spillway.integrations.schedules import make_schedule
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.optim.config import settings_of
+from spillway.plan.policies import find_policy
 from spillway.plan.simulate import simulate
 from spillway.report.chrome import write_chrome_trace
 from spillway.report.metrics import MetricsFile, StepMetrics, sum_lanes
@@ -71,6 +72,7 @@ def train(options: TrainOptions, reporter: Reporter, origins: dict[str, str] | N
     Raises a SpillwayError for anything the user can mend; Interrupted after Ctrl-C, when the last step is committed.
     """
     options.check()
+    find_policy(options.policy)
     run = _Run(options, reporter, origins or {})
     with ExitStack() as stack:
         watch = stack.enter_context(MemoryWatch())

@@ -1,6 +1,7 @@
 """`spillway plan`, `spillway probe`, `spillway doctor`."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spillway.cli.options import add_options
+from spillway.spec.errors import UsageError
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from spillway.planning import Question
     from spillway.report.progress import Reporter
 
+_PICTURES = (".png", ".svg", ".pdf")
 _KEPT = (
     "store", "device_memory", "host_memory", "disk_memory", "max_length", "per_device_train_batch_size",
     "gradient_accumulation_steps", "max_steps", "num_train_epochs", "optim", "master_bits", "max_grad_norm", "dtype",
@@ -62,7 +65,13 @@ def plan_command(
     from spillway.report.progress import Reporter
 
     reporter = Reporter()
-    question = _question(model, data, hardware, reporter, values)
+    if chart is not None:
+        _check_chart(Path(chart))
+    stores = tuple(values.pop("store")) or (".",)
+    options = TrainOptions(model=model, data=data, output_dir="", store=stores, **values)
+    if hardware is None:
+        reporter.say("measuring this machine (or taking what was measured before)")
+    question = planning.ask(options, hardware, reporter)
     if batch_tokens is not None:
         with reporter.counting("choosing rows at a time"):
             question = planning.with_batch_tokens(question, batch_tokens)
@@ -72,26 +81,6 @@ def plan_command(
         _say_sweep(question, sweep, reporter, as_json)
     else:
         _say_answer(question, chart, reporter, as_json)
-
-
-def _question(
-    model: str, data: tuple[str, ...], hardware: str | None, reporter: "Reporter", values: dict[str, Any]
-) -> "Question":
-    from spillway.hardware.catalogue import find_machine
-    from spillway.hardware.machine import this_machine
-    from spillway.planning import Question, count_steps
-    from spillway.store.disk import even_geometry, free_on
-
-    stores = tuple(values.pop("store")) or (".",)
-    options = TrainOptions(model=model, data=data, output_dir="", store=stores, **values)
-    options.check()
-    paths = tuple(map(Path, stores))
-    if hardware is None:
-        reporter.say("measuring this machine (or taking what was measured before)")
-        machine = this_machine(paths, free_on(even_geometry(paths)))
-    else:
-        machine = find_machine(hardware)
-    return Question(options, machine, hardware is None, count_steps(options, reporter))
 
 
 def _say_largest(question: "Question", reporter: "Reporter", as_json: bool) -> None:
@@ -135,6 +124,14 @@ def _say_answer(question: "Question", chart: str | None, reporter: "Reporter", a
         raise PlanInfeasible(report.problem, report.peaks)
 
 
+def _check_chart(path: Path) -> None:
+    """Before anything is planned. Raises UsageError."""
+    if path.suffix not in (".json", *_PICTURES):
+        raise UsageError(f"--chart {path} must end in .json (for ui.perfetto.dev) or {', '.join(_PICTURES)}")
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"--chart {path} cannot be written: {path.parent} is no directory that can be written to")
+
+
 def _draw(question: "Question", path: Path, reporter: "Reporter") -> None:
     from spillway.planning import picture
     from spillway.report.chart import draw_step
@@ -142,7 +139,7 @@ def _draw(question: "Question", path: Path, reporter: "Reporter") -> None:
     from spillway.spec.sizes import format_size
 
     step = picture(question)
-    if path.suffix in (".png", ".svg", ".pdf"):
+    if path.suffix in _PICTURES:
         draw_step(path, step.trace, step.memory, f"{question.options.model} on {question.machine.name}")
     else:
         write_chrome_trace(path, {"predicted": step.trace}, step.unit_names, step.memory)

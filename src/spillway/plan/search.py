@@ -132,7 +132,7 @@ class _Search:
 
     @property
     def _searches_freely(self) -> bool:
-        """Not as another planner would, whose rules single changes would break; nor on the CPU, where little differs."""
+        """Not as another planner would, whose rules single changes would break; nor on the CPU: little differs."""
         return self._space.policy.name == "auto" and self._hardware.device != "cpu"
 
     def _in_every_mode(self, candidate: Candidate) -> Iterator[Candidate]:
