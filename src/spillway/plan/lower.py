@@ -5,35 +5,16 @@ a pool are granted in it, and running it strictly one by one is always possible;
 plan.check). Fetches are therefore emitted as early as a slab is free, and no earlier.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from spillway.plan.build import HOME, Builder
+from spillway.plan.fetch import Fetches, Use
 from spillway.plan.pools import SlabNames, recomputed_flops
 from spillway.plan.updates import Round, Updates
 from spillway.spec.errors import invariant
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Op, Placement, Plan, Pool
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """A forward or backward on the compute lane: what the window has to serve."""
-
-    call: int
-    unit: int
-    backward: bool
-
-
-@dataclass(slots=True)
-class _Load:
-    """A residency of a unit in a slot: fetched once, used until `last`."""
-
-    unit: int
-    number: int
-    last: int
-    slot: str = ""
-    read: int | None = None
-    upload: int | None = None
 
 
 class Lowering:
@@ -48,11 +29,9 @@ class Lowering:
         self._build = Builder({pool.name: pool for pool in pools}, placement.in_turn)
         self._updates = Updates(self._build, model, placement, names, round_)
         self._uses = self._list_uses()
-        self._loads, self._load_of_use = self._list_loads()
+        self._fetches = Fetches(self._build, model, placement, names, self._updates, self._uses)
         self._last_call = {call.unit: index for index, call in enumerate(model.calls)}
         self._first_call = {call.unit: index for index, call in reversed(list(enumerate(model.calls)))}
-        self._next_read = 0
-        self._next_upload = 0
         self._forward: dict[int, int] = {}
         self._backward: dict[int, int] = {}
         self._act_stored: dict[int, int] = {}
@@ -78,125 +57,23 @@ class Lowering:
         self._updates.end()
         return tuple(self._build.ops)
 
-    # Weights: the window and its fetches #
-
-    def _list_uses(self) -> list[_Use]:
-        calls = [(index, call.unit) for index, call in enumerate(self._model.calls)]
-        forward = [_Use(index, unit, False) for index, unit in calls]
-        return forward + [_Use(index, unit, True) for index, unit in reversed(calls)]
-
-    def _list_loads(self) -> tuple[list[_Load], dict[int, _Load]]:
-        """Residencies in the order they are needed. After a use a unit stays in its slot exactly if it is among the
-        next `window` units of its pool: the slots always hold what comes next, so the turn from forward to backward
-        fetches nothing twice and capacity is never exceeded."""
-        loads: list[_Load] = []
-        of_use: dict[int, _Load] = {}
-        current: dict[int, _Load] = {}
-        for position, use in enumerate(self._uses):
-            if self._plan.units[use.unit].weights == "device":
-                continue
-            load = current.get(use.unit)
-            if load is None:
-                load = _Load(use.unit, len(loads), position)
-                loads.append(load)
-                current[use.unit] = load
-            load.last = position
-            of_use[position] = load
-            if not self._among_next(position + 1, use.unit):
-                del current[use.unit]
-        return loads, of_use
-
-    def _among_next(self, position: int, unit: int) -> bool:
-        pool = self._names.slot(unit)
-        seen: set[int] = set()
-        for use in self._uses[position:]:
-            if use.unit == unit:
-                return len(seen) < self._build.pools[pool].count
-            if self._plan.units[use.unit].weights != "device" and self._names.slot(use.unit) == pool:
-                seen.add(use.unit)
-                if len(seen) >= self._build.pools[pool].count:
-                    return False
-        return False
-
-    def _fetch_ahead(self, position: int) -> None:
-        """Emit every fetch there is room for, and by all means those that this use waits for."""
-        progress = True
-        while progress:
-            progress = self._try_read() or self._try_upload()
-            progress = self._try_act_read() or self._try_act_upload() or progress
-        load = self._load_of_use.get(position)
-        invariant(load is None or load.upload is not None, "a pool of the window is too small for one unit")
-
-    def _try_read(self) -> bool:
-        while self._next_read < len(self._loads):
-            load = self._loads[self._next_read]
-            if self._plan.units[load.unit].weights != "disk":
-                self._next_read += 1
-                continue
-            if self._updates.hands_over(load.unit):
-                return self._try_hand_over(load)
-            pool = self._names.weight(load.unit)
-            if not self._build.has_room(pool):
-                return False
-            self._updates.catch_up(load.unit)
-            size, renewed = self._model.units[load.unit].weight_bytes, self._updates.renewed(load.unit)
-            lease, source = f"w{load.unit}.{load.number}", self._updates.newest(load.unit)
-            load.read = self._build.add(
-                "READ", "read", load.unit, "weight", size, [renewed], ((pool, lease),), (), source, lease
-            )
-            self._next_read += 1
-            return True
-        return False
-
     def flush(self) -> tuple[Op, ...]:
         """The updates that are due, by themselves."""
         self._updates.end_forward()
         return tuple(self._build.ops)
 
-    def _try_hand_over(self, load: _Load) -> bool:
-        pool = self._names.slot(load.unit)
-        if self._next_upload != self._next_read or not self._build.has_room(pool):
-            return False
-        load.slot = f"s{load.unit}.{load.number}"
-        load.upload = self._updates.hand_over(load.unit, load.slot)
-        self._next_read += 1
-        self._next_upload += 1
-        return True
+    def _list_uses(self) -> list[Use]:
+        calls = [(index, call.unit) for index, call in enumerate(self._model.calls)]
+        forward = [Use(index, unit, False) for index, unit in calls]
+        return forward + [Use(index, unit, True) for index, unit in reversed(calls)]
 
-    def _try_upload(self) -> bool:
-        if self._next_upload >= len(self._loads):
-            return False
-        load = self._loads[self._next_upload]
-        if self._updates.hands_over(load.unit):
-            return False
-        pool = self._names.slot(load.unit)
-        from_disk = self._plan.units[load.unit].weights == "disk"
-        if not self._build.has_room(pool) or (from_disk and load.read is None):
-            return False
-        self._updates.catch_up(load.unit)
-        load.slot = f"s{load.unit}.{load.number}"
-        staged = f"w{load.unit}.{load.number}"
-        load.upload = self._build.add(
-            "UPLOAD",
-            "upload",
-            load.unit,
-            "weight",
-            self._model.units[load.unit].weight_bytes,
-            [load.read, None if from_disk else self._updates.renewed(load.unit)],
-            ((pool, load.slot),),
-            (staged,) if from_disk else (),
-            staged if from_disk else HOME,
-            load.slot,
-        )
-        self._next_upload += 1
-        return True
-
-    def _slot_of(self, position: int) -> tuple[str, int | None, tuple[str, ...]]:
-        """Where the unit of this use lies, the upload to wait for, and the lease that ends with it."""
-        load = self._load_of_use.get(position)
-        if load is None:
-            return HOME, None, ()
-        return load.slot, load.upload, (load.slot,) if load.last == position else ()
+    def _fetch_ahead(self, position: int) -> None:
+        """Emit every fetch there is room for, and by all means those that this use waits for."""
+        progress = True
+        while progress:
+            progress = self._fetches.advance()
+            progress = self._try_act_read() or self._try_act_upload() or progress
+        invariant(self._fetches.is_there(position), "a pool of the window is too small for one unit")
 
     # Activations #
 
@@ -277,10 +154,10 @@ class Lowering:
 
     # Compute #
 
-    def _emit_forward(self, position: int, use: _Use) -> None:
+    def _emit_forward(self, position: int, use: Use) -> None:
         call = self._model.calls[use.call]
         self._updates.catch_up(use.unit)  # those that are fetched were before
-        slot, upload, give = self._slot_of(position)
+        slot, upload, give = self._fetches.slot_of(position)
         self._forward[use.call] = self._build.add(
             call.kind,
             "compute",
@@ -297,10 +174,10 @@ class Lowering:
         if self._moves_act(use.call):
             self._emit_act_store(use.call)
 
-    def _emit_backward(self, position: int, use: _Use) -> None:
+    def _emit_backward(self, position: int, use: Use) -> None:
         call = self._model.calls[use.call]
         unit = self._model.units[use.unit]
-        slot, upload, give = self._slot_of(position)
+        slot, upload, give = self._fetches.slot_of(position)
         first, last = self._is_first_backward(use), self._is_last_backward(use)
         stays = self._plan.units[use.unit].states == "device"
         grads = HOME if stays else f"gs{use.unit}"
@@ -326,10 +203,10 @@ class Lowering:
         if last and unit.num_trainable:
             self._updates.gradient(use.unit, [self._backward[use.call]], (grads,) if leased else (), grads)
 
-    def _is_first_backward(self, use: _Use) -> bool:
+    def _is_first_backward(self, use: Use) -> bool:
         return use.call == self._last_call[use.unit]
 
-    def _is_last_backward(self, use: _Use) -> bool:
+    def _is_last_backward(self, use: Use) -> bool:
         return use.call == self._first_call[use.unit]
 
     def _emit_resident(self) -> None:
@@ -351,6 +228,22 @@ def lower_step(model: ModelProfile, placement: Placement) -> Plan:
 def complete(model: ModelProfile, step: Plan) -> Plan:
     """What `lower_step` gave, with every list."""
     return _Lists(model, step.placement).all(step)
+
+
+def lower_forward(
+    model: ModelProfile, placement: Placement, pools: tuple[Pool, ...], units: Sequence[int]
+) -> tuple[Op, ...]:
+    """A forward that no backward follows (evaluation, generation), which calls these units in turn: the list fetches
+    them through the pools of the step."""
+    build, names = Builder({pool.name: pool for pool in pools}, placement.in_turn), SlabNames(model, placement)
+    uses = [Use(index, unit, False) for index, unit in enumerate(units)]
+    fetches = Fetches(build, model, placement, names, Updates(build, model, placement, names, Round(False)), uses)
+    for position, use in enumerate(uses):
+        while fetches.advance():
+            pass
+        slot, upload, give = fetches.slot_of(position)
+        build.add("FORWARD", "compute", use.unit, "none", 0, [upload], (), give, slot, "", use.call)
+    return tuple(build.ops)
 
 
 class _Lists:
