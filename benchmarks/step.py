@@ -3,8 +3,9 @@
     python benchmarks/step.py [--steps 4] [--throttle 500MB] [--directory DIR] [--json FILE] [--check]
 
 The demo's 128M-parameter Llama on the CPU, in fresh processes, exact clipping in force: with the drive throttled (as
-root, through cgroup v1), with short rows in memory, and with long ones in memory. Modes: serial; deferred (in the next
-forward); overlap (speculative, nothing clipped); auto (what the planner mixes); and auto where every step is clipped.
+root, through cgroup v1), with short rows in memory, and with long ones in memory. Modes: serial; overlap-naive
+(each unit's read, update and write after those of the one before) and overlap (speculative, nothing clipped); deferred
+(in the next forward); auto (what the planner mixes); and auto where every step is clipped.
 Targets for auto: the limiting lane is busy at least 0.95 of the step, and no mode is faster by more than a tenth.
 
 The papers' ladder, on a GPU and 12 drives: overlapped over serial 1.33x (LoHan, 13B, batch 64); overlapping backward
@@ -25,7 +26,7 @@ from throttle import throttled
 from spillway.spec.sizes import parse_size
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
-MODES = ("serial", "deferred", "overlap", "auto", "auto, clipped")
+MODES = ("serial", "overlap-naive", "overlap", "deferred", "auto", "auto, clipped")
 BUSY_TARGET, BEST_TARGET = 0.95, 1.1
 _WARM_UP = 5  # speculation begins after three steps that were not clipped, with one flush
 
@@ -66,7 +67,7 @@ def work(model_directory: str, store: str, case: Case, mode: str, steps: int) ->
     from transformers import AutoModelForCausalLM
 
     import spillway
-    from spillway.api import prepared
+    from spillway.assembly import prepared
 
     limit = 1e-3 if "clipped" in mode else 1e6
     model = spillway.load(model_directory, AutoModelForCausalLM)

@@ -15,7 +15,8 @@ import models
 import reference
 import spillway
 from spillway import native
-from spillway.api import prepared, read_parameters
+from spillway.api import read_parameters
+from spillway.assembly import prepared
 from spillway.spec.errors import NonFinite, UsageError
 
 SETTINGS = spillway.AdamW(lr=1e-3, eps=reference.EPS, max_grad_norm=None)

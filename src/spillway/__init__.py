@@ -17,6 +17,7 @@ _WHERE = {
     "SGD": "spillway.optim.config",
     "load": "spillway.api",
     "prepare": "spillway.api",
+    "stream": "spillway.api",
     "save_pretrained": "spillway.api",
     "close": "spillway.api",
     "save_point": "spillway.api",

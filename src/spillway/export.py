@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from spillway.api import open_source, persistent_buffers
+from spillway.assembly import open_source, persistent_buffers
 from spillway.checkpoint.points import from_text
 from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.checkpoint.saved import SavedPoint

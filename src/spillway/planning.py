@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from spillway.api import as_dtype, model_profiler
+from spillway.api import as_dtype
+from spillway.assembly import model_profiler
 from spillway.checkpoint.save import MAX_SHARD_BYTES
 from spillway.data import Batches, encode_files
 from spillway.hardware.calibration import calibration

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from spillway import native
-from spillway.api import Prepared, as_dtype, close, load, persistent_buffers, prepare, prepared, save_pretrained
+from spillway.api import as_dtype, close, load, prepare, save_pretrained
+from spillway.assembly import Prepared, persistent_buffers, prepared
 from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.data import Batches, DataPosition, Encoded, encode_files

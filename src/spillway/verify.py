@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from spillway import native
-from spillway.api import as_dtype, close, load, prepare, prepared, read_parameters
+from spillway.api import as_dtype, close, load, prepare, read_parameters
+from spillway.assembly import prepared
 from spillway.checkpoint.saved import SavedPoint
 from spillway.data import Batches, DataPosition, encode_files
 from spillway.hardware.limits import free_host_bytes

@@ -13,7 +13,8 @@ from torch import nn
 
 import models
 import spillway
-from spillway.api import prepared, read_parameters
+from spillway.api import read_parameters
+from spillway.assembly import prepared
 from spillway.spec.errors import DiskError, SpillwayError, UsageError
 from spillway.spec.plan import KeepPoints
 from spillway.store.disk import StripedDisk

@@ -20,7 +20,8 @@ import directories
 import models
 import reference
 import spillway
-from spillway.api import prepared, read_parameters
+from spillway.api import read_parameters
+from spillway.assembly import prepared
 from spillway.checkpoint.sources import DirectorySource
 from spillway.spec.errors import UsageError
 

@@ -24,6 +24,11 @@ def clipped(update: str, weights: str) -> PlanRequest:
 
 CASES = {
     "overlap-disk": (profiles.chain(3), TIGHT, PlanRequest("overlap", "disk", "disk", activations="recompute")),
+    "overlap-naive-disk": (
+        profiles.chain(3),
+        TIGHT,
+        PlanRequest("overlap-naive", "disk", "disk", activations="recompute"),
+    ),
     "serial-clip-disk": (profiles.chain(3), TIGHT, clipped("serial", "disk")),
     "deferred-clip-disk": (profiles.chain(3), TIGHT, clipped("deferred", "disk")),
     "overlap-clip-mixed": (profiles.chain(3), TIGHT, clipped("overlap", "host")),

@@ -14,7 +14,8 @@ from torch import nn
 
 import models
 import spillway
-from spillway.api import close, prepared, read_parameters, save_point
+from spillway.api import close, read_parameters, save_point
+from spillway.assembly import prepared
 from spillway.checkpoint import points
 from spillway.spec.errors import DiskError, UsageError
 from spillway.store.disk import StripedDisk

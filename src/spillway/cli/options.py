@@ -44,7 +44,7 @@ MORE = {
     "seed": "Of the data order and of dropout.",
     "packing": "Several samples to a row, each by itself.",
     "dtype": "bfloat16 (with fp32 masters) or float32.",
-    "update": "auto, serial, overlap or deferred: when weights are updated.",
+    "update": "auto, serial, overlap-naive, overlap or deferred: when weights are updated.",
     "activations": "auto, recompute, tape (matrix products and attention are kept), keep, host or disk (all is kept).",
     "weights": "auto, device, host or disk: where weights rest.",
     "states": "auto, device, host or disk: where optimizer states rest.",

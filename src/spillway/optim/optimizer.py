@@ -29,8 +29,6 @@ class StreamingOptimizer(torch.optim.Optimizer):
             for group, decay in ((decayed, settings.weight_decay), (plain, 0.0))
             if group
         ]
-        if not groups:
-            raise UsageError("no parameter requires a gradient: there is nothing to train")
         super().__init__(groups, {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps, "weight_decay": 0.0})
         self.num_steps = first_step
         self.last_result: Any = None

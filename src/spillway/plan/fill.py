@@ -161,7 +161,7 @@ class Filler:
         space, request = self._space, self._request
         states = space.states[0]
         weights = "device" if states == "device" else space.weights[0]
-        waits = (update != "overlap" or request.clip) and request.accumulation == 1
+        waits = (update not in ("overlap", "overlap-naive") or request.clip) and request.accumulation == 1
         grads = "device" if states == "device" else space.grads[0] if waits else "host"
         for index, unit in enumerate(self._model.units):
             resident = index == self._model.resident_unit

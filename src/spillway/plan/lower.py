@@ -258,7 +258,7 @@ class _Lists:
         self._deferring = frozenset(unit for unit in self._trained if placement.units[unit].defers)
 
     def step(self) -> Plan:
-        now = self._trained - self._deferring if self._placement.update == "overlap" else frozenset()
+        now = self._trained - self._deferring if self._placement.overlaps else frozenset()
         if self._placement.accumulation == 1:
             return Plan(self._placement, self._pools, self._round(Round(True, self._deferring, now)).run())
         end, more = self._round(Round(True, now=now)).run(), self._round(Round(False)).run()

@@ -9,7 +9,7 @@ import difflib
 from dataclasses import dataclass
 
 from spillway.spec.errors import UsageError
-from spillway.spec.plan import TIERS, UPDATE_MODES
+from spillway.spec.plan import TIERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Policy:
     keeps: tuple[str, ...] = ("tape", "everything")  # what else may be kept
     kept_in: tuple[str, ...] = TIERS
     must_keep: bool = False  # nothing may be recomputed
-    updates: tuple[str, ...] = UPDATE_MODES
+    updates: tuple[str, ...] = ("serial", "overlap", "deferred")
     window: int = 4
     state_slabs: int = 4
     strides: bool = True  # some updates may run on the device, of states that rest elsewhere

@@ -101,13 +101,13 @@ def _update(request: PlanRequest, policy: Policy) -> str:
         return request.fixed.update
     if request.update not in ("auto", *UPDATE_MODES):
         raise UsageError(f"update='{request.update}' is not one of auto, {', '.join(UPDATE_MODES)}")
-    if request.update == "overlap" and request.clip and request.accumulation > 1:
+    if request.update in ("overlap", "overlap-naive") and request.clip and request.accumulation > 1:
         raise UsageError(
-            "update='overlap' cannot clip gradients of several backward calls: use update='deferred' (or 'auto'), "
-            "or max_grad_norm=None"
+            f"update='{request.update}' cannot clip gradients of several backward calls: use update='deferred' (or "
+            f"'auto'), or max_grad_norm=None"
         )
     if request.update != "auto":
-        if request.update not in policy.updates:
+        if request.update.removesuffix("-naive") not in policy.updates:
             raise UsageError(f"policy '{policy.name}' updates {' or '.join(policy.updates)}, not {request.update}")
         return request.update
     if len(policy.updates) > 1:

@@ -47,6 +47,7 @@ class Updates:
         self._norms: list[int | None] = []
         self._grad_landed: dict[int, int] = {}
         self._committed: int | None = None  # of the step before
+        self._written: int | None = None  # the last write of an update
 
     # Updates of the step before #
 
@@ -184,6 +185,8 @@ class Updates:
         add = partial(self._build.add, start=start, stop=stop, late=late)
         if staged:
             deps = [self._grad_landed.get(unit) if where.grads == "disk" else None, self._committed]
+            if self._plan.update == "overlap-naive":
+                deps.append(self._written)
             amount, take = share * read_bytes, (("state", lease),)
             fetched = add("READ", "read", unit, "state", amount, deps, take, (), HOME, place)
         handed, after = () if staged else give, [fetched, ready]
@@ -201,6 +204,7 @@ class Updates:
             return updated
         deps = [updated, slot.upload if slot is not None else None]
         written = add("WRITE", "write", unit, "state", share * write_bytes, deps, (), (lease, *give), place, HOME)
+        self._written = written
         self._ends.append(written)
         return updated if where.weights == "host" else written
 

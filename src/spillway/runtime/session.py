@@ -18,6 +18,7 @@ from spillway.runtime.buffers import BufferGuard
 from spillway.runtime.calls import own_copy
 from spillway.runtime.device import Device
 from spillway.runtime.executor import Executor
+from spillway.runtime.forward_only import ForwardOnly
 from spillway.runtime.lanes import HOME, Due, LaneWorker, StepState
 from spillway.runtime.schedules import Planner, Schedule, Schedules
 from spillway.runtime.unit import UnitForward, run_in_step
@@ -100,6 +101,7 @@ class Session:
         self._unclipped = 0  # steps in a row whose gradients were not clipped
         self._traces: list[Trace] = []
         self._activations: Activations | None = None  # of the forward under way
+        self.forward_only = ForwardOnly()
         self._replace_forwards()
 
     # Opening #
@@ -204,17 +206,36 @@ class Session:
             return None
         if not torch.is_grad_enabled():
             if not self._in_step:
-                self._bind_resident_at_rest()
+                self._begin_forward_only()
             return None
         for hook in self.batch_hooks:
             kwargs = hook(args, kwargs)
         self._begin(args, kwargs)
         return args, kwargs
 
-    def _after_forward(self, *_: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._in_forward = False
+        if not torch.is_grad_enabled() and not self._in_step:
+            self.forward_only.end(is_whole=output is not None)
+
+    def _begin_forward_only(self) -> None:
+        """Every unit as it is at rest, and those outside any call bound. Between the backwards of a step each unit is
+        fetched when it is called."""
+        self.forward_only.give_up()
+        if not self.is_open:
+            self.open()
+        self.come_to_rest()
+        for unit, home in zip(self.units, self.store.homes.units, strict=True):
+            if not unit.members and home.device_weight is not None:
+                bind_for_step(unit, home.device_weight, None)
+        if self._backwards == 0 and self.schedule is not None:
+            self._ensure_open(self.schedule)
+            executor, _ = self._parts()
+            self.forward_only.begin(executor, self.schedule, lambda ops: self._start(ops, StepState()))
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not any(unit.layout.num_trainable for unit in self.units):
+            raise UsageError("this model streams for forwards alone: call it under torch.no_grad()")
         if self._backwards >= self.accumulation:
             raise UsageError(
                 f"backward ran {self._backwards} time(s) and the weights are updated with it: call optimizer.step() "
@@ -275,6 +296,7 @@ class Session:
     def settle(self) -> None:
         """Give up a forward that no backward followed, or a step that failed, and let a backward's updates come to
         rest. Raises what a lane raised."""
+        self.forward_only.give_up()
         if self._activations is not None:
             self._activations.close()
             self._activations = None
@@ -377,7 +399,8 @@ class Session:
         if self.schedules.is_profiling:
             return self.schedules.profile_call(unit, member, function, args, kwargs, kind, chunk_rows)
         if not torch.is_grad_enabled():
-            with self._on_demand(unit) as slot:
+            op = None if self._in_step else self.forward_only.next_op(unit)
+            with self._on_demand(unit) if op is None else self._fetched(op) as slot:
                 result = function(*args, **kwargs)
                 return tree_map_only(torch.Tensor, lambda output: own_copy(output, slot), result)
         if not self._in_step:
@@ -405,6 +428,15 @@ class Session:
         slot = self.store.fetch(unit, beside_step=self._in_step)
         with bound(self.units[unit], weight_views(self.units[unit], slot), self._placeholders):
             yield slot
+
+    @contextmanager
+    def _fetched(self, op: Op) -> Iterator[torch.Tensor]:
+        """The unit of a compute operation is bound, in its slot, which is given; the operation ends with it."""
+        executor, _ = self._parts()
+        start = executor.begin_compute(op)
+        with self._bound_leaves(self.units[op.unit], op, None) as (slot, _):
+            yield slot
+        executor.end_compute(op, start)
 
     def _is_up_to_date(self) -> bool:
         """Whether weights at rest are those of the last step; waits for that where backward may still come. Not where
@@ -577,17 +609,6 @@ class Session:
                 if home.device_grad is not None and not (home.where.states == "device" and home.has_grad):
                     home.device_grad.zero_()
                 bind_for_step(unit, home.device_weight, home.device_grad)
-
-    def _bind_resident_at_rest(self) -> None:
-        """For an evaluation: parameters outside units as they are at rest."""
-        if all(unit.members for unit in self.units):
-            return
-        if not self.is_open:
-            self.open()
-        self.come_to_rest()
-        for unit, home in zip(self.units, self.store.homes.units, strict=True):
-            if not unit.members and home.device_weight is not None:
-                bind_for_step(unit, home.device_weight, None)
 
     def _unbind_resident(self) -> None:
         for unit in self.units:

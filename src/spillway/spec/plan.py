@@ -22,7 +22,9 @@ TIERS = ("device", "host", "disk")
 # What is kept for backward: inputs of units only, with the outputs of matrix products and attention (the tape), or all
 # that autograd saves, on the device as far as it fits; or all of it in host memory, or on disk.
 ACTIVATIONS = ("auto", "recompute", "tape", "keep", "host", "disk")
-UPDATE_MODES = ("serial", "overlap", "deferred")
+# After backward; in backward, one unit after another (read, update, write: LoHan's baseline) or in a pipeline; or in
+# the next forward.
+UPDATE_MODES = ("serial", "overlap-naive", "overlap", "deferred")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +106,15 @@ class Placement:
     grad_slots: int = 2  # so that a download overlaps the next backward; 1 where there is no room
 
     @property
+    def overlaps(self) -> bool:
+        """Whether units are updated while backward goes on."""
+        return self.update in ("overlap", "overlap-naive")
+
+    @property
     def speculates(self) -> bool:
         """Whether units are updated before the norm is known, as if nothing were clipped; where that proves wrong, what
         was written is dropped, and all of them are updated in the next forward."""
-        return self.clip and self.update == "overlap"
+        return self.clip and self.overlaps
 
     def keeps_gradient(self, unit: int) -> bool:
         """Whether the gradient of a unit may still be wanted after the backward it came from."""

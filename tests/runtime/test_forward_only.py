@@ -1,0 +1,130 @@
+"""Forwards that no backward follows: the same outputs, with units fetched ahead."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import spillway
+from spillway.api import close
+from spillway.assembly import prepared
+from spillway.spec.trace import Trace
+
+
+def teacher(store: Path, weights: str, name: str = "llama") -> tuple[nn.Module, nn.Module]:
+    """A streamed model, and the same one as PyTorch has it."""
+    plain = models.MODELS[name]().eval()
+    streamed = models.MODELS[name]().eval()
+    streamed.load_state_dict(plain.state_dict())
+    return spillway.stream(streamed, store=store, weights=weights, device="cpu"), plain
+
+
+def trace_of(model: nn.Module) -> Trace | None:
+    return prepared(model).session.forward_only.trace
+
+
+def outputs(model: nn.Module, name: str) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.as_tensor(model(**models.batch(name, 0)).logits)
+
+
+@pytest.mark.parametrize("weights", ("host", "disk"))
+@pytest.mark.parametrize("name", sorted(models.MODELS))
+def test_a_streamed_model_gives_what_the_plain_one_gives(name: str, weights: str, tmp_path: Path) -> None:
+    model, plain = teacher(tmp_path, weights, name)
+    expected = plain(**models.batch(name, 0))
+    with torch.no_grad():
+        for _ in range(3):
+            found = model(**models.batch(name, 0))
+            assert torch.equal(models.loss_of(found), models.loss_of(expected).detach())
+    assert not any(param.requires_grad for param in model.parameters())
+    close(model)
+
+
+def test_units_are_fetched_ahead_once_their_order_is_known(tmp_path: Path) -> None:
+    model, _ = teacher(tmp_path, "disk")
+    outputs(model, "llama")
+    assert trace_of(model) is None
+    outputs(model, "llama")
+    trace = trace_of(model)
+    assert trace is not None
+    kinds = [span.kind for span in trace.spans]
+    units = len(prepared(model).session.units)
+    forwards = kinds.count("FORWARD")
+    assert kinds.count("READ") == kinds.count("UPLOAD") == units
+    assert forwards >= units
+    first = next(span.end_s for span in trace.spans if span.kind == "FORWARD")
+    assert sum(span.kind == "READ" and span.start_s < first for span in trace.spans) > 1
+    close(model)
+
+
+def test_generation_streams_every_token(tmp_path: Path) -> None:
+    model, plain = teacher(tmp_path, "disk")
+    ids = models.batch("llama", 0)["input_ids"][:, :4]
+    given = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **given), plain.generate(ids, **given))  # type: ignore[operator]
+    assert trace_of(model) is not None
+    close(model)
+
+
+def test_a_forward_that_fails_or_calls_other_units_is_followed_by_right_ones(tmp_path: Path) -> None:
+    model, plain = teacher(tmp_path, "disk")
+    expected = outputs(plain, "llama")
+    for _ in range(2):
+        assert torch.equal(outputs(model, "llama"), expected)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("from a hook")
+
+    hook = model.get_submodule("model.layers.2").register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="from a hook"):
+        outputs(model, "llama")
+    hook.remove()
+    assert torch.equal(outputs(model, "llama"), expected)
+    for one in (model, plain):  # the second layer is left out
+        layers = one.get_submodule("model.layers")
+        assert isinstance(layers, nn.ModuleList)
+        one.get_submodule("model").layers = nn.ModuleList([layers[0], *layers[2:]])
+    for _ in range(3):
+        assert torch.equal(outputs(model, "llama"), outputs(plain, "llama"))
+    close(model)
+
+
+def test_a_model_that_only_streams_says_so_when_it_should_be_trained(tmp_path: Path) -> None:
+    model, _ = teacher(tmp_path, "host")
+    with pytest.raises(spillway.UsageError, match="forwards alone"):
+        model(**models.batch("llama", 0))
+    with pytest.raises(spillway.UsageError, match="nothing was trained"):
+        spillway.save_point(model)
+    close(model)
+
+
+def test_a_student_learns_from_a_teacher_that_streams(tmp_path: Path) -> None:
+    large, plain_large = teacher(tmp_path / "teacher", "disk")
+    weights = []
+    for judge in (large, plain_large):
+        torch.manual_seed(0)
+        student = models.llama()
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+        for number in range(3):
+            batch = models.batch("llama", number)
+            with torch.no_grad():
+                wanted = judge(**batch).logits.softmax(-1)
+            loss = nn.functional.cross_entropy(student(**batch).logits.flatten(0, 1), wanted.flatten(0, 1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        weights.append(torch.cat([param.detach().flatten() for param in student.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    close(large)
+
+
+def test_what_streams_can_be_saved(tmp_path: Path) -> None:
+    model, plain = teacher(tmp_path / "store", "disk")
+    spillway.save_pretrained(model, tmp_path / "out")
+    again = type(plain).from_pretrained(tmp_path / "out")  # type: ignore[attr-defined]
+    assert all(torch.equal(left, right) for left, right in zip(plain.parameters(), again.parameters(), strict=True))
+    assert torch.equal(outputs(model, "llama"), outputs(plain, "llama"))
+    close(model)
