@@ -42,6 +42,37 @@ def train(
     return losses
 
 
+def train_fp16(
+    model: nn.Module, batches: Iterable[dict[str, torch.Tensor]], lr: float, factors: Iterable[float]
+) -> tuple[list[float], list[bool]]:
+    """A float16 model with fp32 masters under torch.amp.GradScaler's rules, its loss times a factor per step. The
+    losses, and which steps were made."""
+    params = list(model.parameters())
+    masters = [nn.Parameter(param.detach().float()) for param in params]
+    decayed = [master for master in masters if master.dim() > 1]
+    plain = [master for master in masters if master.dim() <= 1]
+    settings = [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(settings, lr=lr, eps=EPS, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    losses, made = [], []
+    for batch, factor in zip(batches, factors, strict=True):
+        loss = loss_of(model(**batch))
+        scaler.scale(loss * factor).backward()
+        losses.append(loss.item())
+        for param, master in zip(params, masters, strict=True):
+            master.grad = None if param.grad is None else param.grad.float()
+            param.grad = None
+        before = scaler.get_scale()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        made.append(scaler.get_scale() >= before)
+        for param, master in zip(params, masters, strict=True):
+            param.data.copy_(master)
+    return losses, made
+
+
 def train_bf16(model: nn.Module, batches: Iterable[list[dict[str, torch.Tensor]]], lr: float) -> list[float]:
     """A bfloat16 model with fp32 masters: gradients in bfloat16, AdamW on the masters, weights rounded from them."""
     params = list(model.parameters())

@@ -61,8 +61,8 @@ enum { SPILLWAY_FLOAT32 = 0, SPILLWAY_BFLOAT16 = 1, SPILLWAY_FLOAT16 = 2, SPILLW
 enum { SPILLWAY_ADAMW = 0, SPILLWAY_LION = 1, SPILLWAY_SGD = 2 };
 
 /* One optimizer step over n elements, in place; the scalars are those of the torch.optim classes, already in the
- * precision in which they apply them. Weights are float32, or bfloat16 with `low` holding what the fp32 master has below
- * them: its lower 16 bits, or 8 of them. Moments are float32, bfloat16, or 8 bits in blocks of 64 elements; narrow ones
+ * precision in which they apply them. Weights are float32; or bfloat16 with `low` holding what the fp32 master has below
+ * them: its lower 16 bits, or 8 of them; or float16 with `low` the fp32 master itself. Moments are float32, bfloat16, or 8 bits in blocks of 64 elements; narrow ones
  * are rounded stochastically by a hash of the element's number and the seed, so the same call gives the same bits. */
 typedef struct {
   void* weight;
@@ -75,7 +75,7 @@ typedef struct {
   uint64_t first; /* number of the first element, for the hash */
   int32_t rule;
   int32_t weight_type;
-  int32_t low_bits; /* 16 or 8 */
+  int32_t low_bits; /* bfloat16 weights: 16 or 8 */
   int32_t moment_type;
   int32_t grad_type;
   uint32_t seed;

@@ -28,18 +28,21 @@ const Kernels& kernels() {
 
 }  // namespace
 
-int32_t spillway_abi_version() { return 4; }
+int32_t spillway_abi_version() { return 5; }
 
 const char* spillway_kernel_name() { return kernels().name; }
 
 int32_t spillway_update(const spillway_update_args* args, int32_t threads) {
   const spillway_update_args& a = *args;
-  const bool split = a.weight_type == SPILLWAY_BFLOAT16, narrow = a.moment_type == SPILLWAY_8BIT;
-  const bool known = a.rule >= SPILLWAY_ADAMW && a.rule <= SPILLWAY_SGD && (split || a.weight_type == SPILLWAY_FLOAT32) &&
+  const bool split = a.weight_type == SPILLWAY_BFLOAT16, beside = a.weight_type == SPILLWAY_FLOAT16;
+  const bool narrow = a.moment_type == SPILLWAY_8BIT;
+  const bool known = a.rule >= SPILLWAY_ADAMW && a.rule <= SPILLWAY_SGD &&
+                     (split || beside || a.weight_type == SPILLWAY_FLOAT32) &&
                      a.grad_type >= SPILLWAY_FLOAT32 && a.grad_type <= SPILLWAY_FLOAT16 &&
                      (a.moment_type == SPILLWAY_FLOAT32 || a.moment_type == SPILLWAY_BFLOAT16 || narrow);
   if (!known) return -EINVAL;
-  if (a.n != 0 && ((split && (a.low == nullptr || (a.low_bits != 16 && a.low_bits != 8))) || a.m == nullptr ||
+  if (a.n != 0 && (((split || beside) && a.low == nullptr) || (split && a.low_bits != 16 && a.low_bits != 8) ||
+                   a.m == nullptr ||
                    (a.rule == SPILLWAY_ADAMW && a.v == nullptr) || (narrow && (a.scales == nullptr || a.n % 64 != 0))))
     return -EINVAL;
   ThreadPool::shared().run((a.n + kChunk - 1) / kChunk, threads, [&](uint64_t chunk) {

@@ -20,6 +20,7 @@ _WHERE = {
     "stream": "spillway.api",
     "save_pretrained": "spillway.api",
     "close": "spillway.api",
+    "no_sync": "spillway.api",
     "save_point": "spillway.api",
     "KeepPoints": "spillway.spec.plan",
     "SpillwayError": "spillway.spec.errors",

@@ -1,7 +1,8 @@
 """The Python API: load, prepare, save."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from spillway.assembly import Origin, Place, assemble, check_fresh, give_back, o
 from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import MAX_SHARD_BYTES, save_weights
 from spillway.model.units import Unit
+from spillway.optim.clip import Clipping, LossScale
 from spillway.optim.config import SGD, AdamW, Lion, Rule, state_format
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.plan.request import PlanRequest
@@ -20,7 +22,14 @@ from spillway.spec.errors import UsageError
 from spillway.spec.plan import LAST_POINT, KeepPoints
 from spillway.spec.state import EXACT
 
-_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+}
 
 
 def load(
@@ -48,8 +57,8 @@ def load(
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The torch dtype of a name. Raises UsageError for one that cannot be trained in."""
     found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(dtype)
-    if found not in (torch.bfloat16, torch.float32):
-        raise UsageError(f"dtype {dtype} cannot be trained in: choose bfloat16 or float32")
+    if found is None or found not in _DTYPES.values():
+        raise UsageError(f"dtype {dtype} cannot be trained in: choose bfloat16, float16 or float32")
     return found
 
 
@@ -91,15 +100,22 @@ def prepare(
     """
     settings = AdamW() if optimizer is None else optimizer
     _check(model, settings, micro_batch, gradient_accumulation_steps)
-    clip, stored = settings.max_grad_norm is not None, bool(store)
-    request = PlanRequest(update, weights, states, clip, gradient_accumulation_steps, stored, keep, activations, policy)
+    clipping = Clipping(settings.clip_by, settings.max_grad_norm)
+    is_half = any(param.dtype is torch.float16 for param in model.parameters() if param.requires_grad)
+    loss_scale = LossScale.of(settings.loss_scale, is_half)
+    waits = clipping.waits_for_norm or loss_scale.is_dynamic or settings.may_skip
+    request = PlanRequest(
+        update, weights, states, waits, gradient_accumulation_steps, bool(store), keep, activations, policy
+    )
     place = Place(store, device, device_memory, host_memory, disk_memory)
     parts = assemble(model, state_format(settings), place, request, micro_batch, resume)
     session = parts.session
-    streaming = StreamingOptimizer(settings, session.placeholders, lambda: _finish(model, streaming), parts.points.step)
-    session.hypers, session.max_grad_norm = streaming.hypers, settings.max_grad_norm
+    streaming = StreamingOptimizer(
+        settings, session.placeholders, loss_scale, lambda: _finish(model, streaming), parts.points.step
+    )
+    session.hypers, session.clipping, session.loss_scale = streaming.hypers, clipping, loss_scale
     session.segments = [_segments(unit, session, streaming) for unit in session.units]
-    parts.optimizer = streaming
+    parts.optimizer, parts.points.at_step = streaming, streaming.saved
     if example is not None:
         _open(model, example)
     return model, streaming
@@ -127,6 +143,19 @@ def stream(
     assemble(model, EXACT, Place(store, device, device_memory, host_memory, disk_memory), request, None)
     _open(model, {})
     return model
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards of forwards inside only add to the gradients; the first one outside completes the optimizer step,
+    however many there were. As in DistributedDataParallel; needs gradient_accumulation_steps= of 2 or more in
+    `prepare`, whose number then does not count."""
+    session = prepared(model).session
+    before, session.only_accumulates = session.only_accumulates, True
+    try:
+        yield
+    finally:
+        session.only_accumulates = before
 
 
 def _open(model: nn.Module, example: Mapping[str, Any]) -> None:
@@ -236,7 +265,7 @@ def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 def _finish(model: nn.Module, optimizer: StreamingOptimizer) -> Any:
     parts = prepared(model)
     result = parts.session.finish()
-    optimizer.num_steps += 1
+    optimizer.advanced()
     if parts.session.is_due:
         parts.points.note_step(parts.session.store, optimizer.num_steps)
     else:

@@ -140,7 +140,7 @@ def _fill(opened: PlacedStore, parts: Prepared, source: WeightSource) -> None:
     if parts.points.found:
         parts.points.restore(opened, parts.on_load)
         if parts.optimizer is not None:
-            parts.optimizer.num_steps = parts.points.step
+            parts.optimizer.restore(parts.points.step, parts.points.found_run)
     else:
         load_weights(opened, parts.session.units, source, parts.on_load)
         if parts.optimizer is not None:

@@ -49,7 +49,7 @@ def export(run: Path, output: Path, dtype: str | None, step: int | None, reporte
             buffer.copy_(from_text(manifest.buffers[name], buffer.dtype, buffer.shape))
     source = open_source(find_directory(saved.options.model), saved.model, saved.options.allow_pickle)
     source.close()
-    arrays = ("weight", "low") if wanted in (torch.float32, torch.float16) else ("weight",)
+    arrays = ("weight", "low", "master") if wanted in (torch.float32, torch.float16) else ("weight",)
     read = sum(part.num_bytes for unit in saved.units for part in unit.layout.components if part.name in arrays)
     with SavedPoint(manifest, saved.units) as point:
         with reporter.counting(f"checking step {manifest.step}", read) as counter:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-_ABI_VERSION = 4
+_ABI_VERSION = 5
 _LIBRARY = "libspillway_native.so"
 FLOAT32, BFLOAT16, FLOAT16, EIGHT_BIT = 0, 1, 2, 3
 ADAMW, LION, SGD = 0, 1, 2

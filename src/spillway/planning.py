@@ -126,7 +126,7 @@ class Question:
             options.update,
             options.weights,
             options.states,
-            options.max_grad_norm > 0,
+            options.waits_for_norm,
             1,
             machine.disk_bytes > 0,
             KeepPoints(options.save_total_limit, True),

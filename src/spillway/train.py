@@ -36,7 +36,7 @@ from spillway.report.metrics import MetricsFile, StepMetrics, sum_lanes
 from spillway.report.progress import Reporter, StepLine
 from spillway.report.tables import RunSummary, print_plan, print_summary
 from spillway.rundir import is_free, losses_shown, note_saved, saved_step, store_directories, where_saved
-from spillway.spec.errors import BudgetWarning, DiskError, Interrupted, NonFinite, UsageError
+from spillway.spec.errors import BudgetWarning, DiskError, Interrupted, NonFinite, SkippedStep, UsageError
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
 from spillway.spec.plan import KeepPoints
@@ -233,7 +233,8 @@ class _Run:
         """What must not change for a resumed run to be the same run."""
         options = self._options
         names = ("seed", "max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "packing", "dtype",
-                 "learning_rate", "num_train_epochs", "max_steps", "max_grad_norm", "optim", "master_bits",
+                 "learning_rate", "num_train_epochs", "max_steps", "max_grad_norm", "clip_by",
+                 "loss_scale", "optim", "master_bits",
                  "weight_decay", "adam_beta1",
                  "adam_beta2", "adam_epsilon", "warmup_ratio", "lr_scheduler_type")  # fmt: skip
         return {**{name: getattr(options, name) for name in names}, "data": self._data.fingerprint()}
@@ -364,6 +365,11 @@ class _Run:
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
         try:
             value, trained = self._forward_and_update(model, batch, position, learning_rate)
+        except SkippedStep as error:
+            progress.skipped += 1
+            progress.position = self._batches.after(position)
+            self._reporter.say(f"warning: batch {position.index} of epoch {position.epoch} is passed over: {error}")
+            return
         except NonFinite as error:
             self._pass_over(error, position)
             return
@@ -396,9 +402,11 @@ class _Run:
         before, after = points.run, self._batches.after(position)
         points.run = self._run_state(after, [*progress.losses[:1], value][:1], last)
         try:
-            loss.backward()
-            self._optimizer.step()
-        except NonFinite:
+            self._optimizer.scale(loss).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", SkippedStep)
+                self._optimizer.step()
+        except (NonFinite, SkippedStep):
             points.run = before
             raise
         progress.losses.append(value)

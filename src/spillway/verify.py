@@ -26,9 +26,9 @@ from spillway.spec.options import TrainOptions
 from spillway.spec.sizes import format_size
 
 # Relative difference of losses that order of summation alone can make: other loss chunks, other micro-batches.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 # Weights, gradients, masters and both moments of plain PyTorch, and as much again to compute in.
-_RESIDENT_BYTES = {torch.float32: 24, torch.bfloat16: 24}
+_RESIDENT_BYTES = {torch.float32: 24, torch.bfloat16: 24, torch.float16: 24}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _streamed(
 def _resident(
     options: TrainOptions, layers: int | None, dtype: torch.dtype, data: list[dict[str, torch.Tensor]], progress: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Plain PyTorch: fp32 masters beside bfloat16 weights, gradients clipped by their norm, torch.optim.AdamW."""
+    """Plain PyTorch: fp32 masters beside 16-bit weights, gradients clipped by their norm, torch.optim.AdamW."""
     torch.manual_seed(options.seed)
     torch.set_num_threads(psutil.cpu_count(logical=False) or torch.get_num_threads())
     model = _drop_nothing(build_resident(find_directory(options.model), CAUSAL_LM, dtype, layers).train())
@@ -183,7 +183,7 @@ def _resident(
         optimizer.step()
         for name, param in params.items():
             master = masters[name].detach()
-            param.data.copy_(master if dtype is torch.float32 else split_master(master)[0])
+            param.data.copy_(split_master(master)[0] if dtype is torch.bfloat16 else master)
         losses.append(float(loss.detach()))
         progress(1)
     return losses, {name: param.detach() for name, param in params.items()}

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from spillway import native
 from spillway.optim import narrow, update
-from spillway.optim.update import Hyper, StateRange, clip_scale, join_master, split_master, sum_squares
+from spillway.optim.clip import clip_scale
+from spillway.optim.update import Hyper, StateRange, join_master, split_master, sum_squares
 from spillway.spec.state import EXACT, MOMENTS, StateFormat
 
 SIZE = 64 * 1024  # whole vectors: PyTorch's own kernel rounds the last few elements of others differently
@@ -81,6 +82,20 @@ def test_any_size_and_number_of_threads_gives_the_same_bits(size: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0][:4], other[:4], strict=True))
         assert results[0][4] == other[4]
     assert results[0][4] == pytest.approx(float(grad.double().square().sum()), rel=1e-12)
+
+
+@needs_native
+def test_float16_weights_are_the_rounded_masters_and_these_have_the_bits_of_torch_adamw() -> None:
+    generator = torch.Generator().manual_seed(4)
+    master = torch.randn(SIZE, generator=generator) * 10 ** (torch.rand(SIZE, generator=generator) * 14 - 9)
+    grads = [(torch.randn(SIZE, generator=generator) * 1e-2).half() for _ in range(20)]
+    low, weight, m, v = master.clone(), master.half(), torch.zeros(SIZE), torch.zeros(SIZE)
+    for step, grad in enumerate(grads, 1):
+        hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, step)
+        update.update_range(StateRange(EXACT, 0, weight, low, m, v, None, grad), hyper, 1.0, 2)
+        assert torch.equal(weight.view(torch.int16), low.half().view(torch.int16))
+    assert torch.equal(low, theirs(master, grads))
+    assert weight.isinf().any() and (weight.abs() < 6e-5).any()
 
 
 @settings(max_examples=200, deadline=None)

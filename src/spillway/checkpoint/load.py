@@ -10,7 +10,7 @@ from spillway.model.units import Unit
 from spillway.optim.update import split_master
 from spillway.spec.sizes import align
 from spillway.store.checks import PIECE_ELEMENTS
-from spillway.store.layout import PAGE, Component, TensorPlace, UnitLayout
+from spillway.store.layout import PAGE, TensorPlace, UnitLayout
 from spillway.store.placed import PlacedStore
 
 _WINDOW_BYTES = 64 << 20
@@ -26,42 +26,50 @@ def load_weights(
     float32 sources keep all their bits in the master even where the unit computes in bfloat16. `progress` is called
     with the bytes of each window.
     """
-    staging = store.staging(2 * _WINDOW_BYTES, "loading weights")
-    half = staging.numel() // 2 // _PIECE_BYTES * _PIECE_BYTES
+    # A float16 weight's master takes twice as much as it; what a bfloat16 one has below it as much.
+    parts = 3 if any(unit.layout.dtype is torch.float16 for unit in units) else 2
+    staging = store.staging(2 * _WINDOW_BYTES, "loading weights", parts * _PIECE_BYTES)
+    room = staging.numel() // parts // _PIECE_BYTES * _PIECE_BYTES
     for index, unit in enumerate(units):
         layout = unit.layout
-        for start in range(0, layout.weight_bytes, half):
-            size = min(half, layout.weight_bytes - start)
-            weight, low = staging[:size], staging[half : half + size]
+        for start in range(0, layout.weight_bytes, room):
+            size = min(room, layout.weight_bytes - start)
+            weight, below = staging[:size], staging[room : room + (parts - 1) * size]
             weight.zero_()
-            low.zero_()
-            has_low = False
+            below.zero_()
+            has_more = False
             for place in layout.places:
-                has_low |= _fill(layout, place, source, start, weight, low)
+                has_more |= _fill(layout, place, source, start, weight, below)
             store.homes.write_component(index, "weight", start, weight, all_extents=True)
-            part = layout.component("low")
-            if part is not None and has_low:
-                _put_low(store, index, part, start // 2, low[:size])
+            if has_more:
+                _put_below(store, index, layout, start, size, below)
             if progress is not None:
                 progress(size)
         source.done(place.name for place in layout.places)
 
 
-def _put_low(store: PlacedStore, index: int, part: Component, first: int, low: torch.Tensor) -> None:
-    """Put what masters have below their bfloat16 weights to rest, from element `first` on. `low`: 16 bits each."""
-    at = first * part.element_bytes
-    if part.element_bytes == 1:
-        upper = (low.view(torch.int16).to(torch.int32) >> 8).to(torch.uint8)
-        low = low[: align(upper.numel(), PAGE)]  # in place: what is written lies at whole pages
-        low.zero_()[: upper.numel()] = upper
+def _put_below(store: PlacedStore, index: int, layout: UnitLayout, start: int, size: int, below: torch.Tensor) -> None:
+    """Put what masters have beside their 16-bit weights to rest, of a window of the weights: the lower half of each, or
+    its upper 8 bits, or for float16 the whole master."""
+    first, low, master = start // 2, layout.component("low"), layout.component("master")
+    if master is not None:
+        at, part, found = first * master.element_bytes, master, below[: 2 * size]
+    elif low is not None:
+        at, part, found = first * low.element_bytes, low, below[:size]
+        if low.element_bytes == 1:
+            upper = (found.view(torch.int16).to(torch.int32) >> 8).to(torch.uint8)
+            found = found[: align(upper.numel(), PAGE)]  # in place: what is written lies at whole pages
+            found.zero_()[: upper.numel()] = upper
+    else:
+        return
     if at < part.num_bytes:
-        store.homes.write_component(index, "low", at, low[: part.num_bytes - at], all_extents=True)
+        store.homes.write_component(index, part.name, at, found[: part.num_bytes - at], all_extents=True)
 
 
 def _fill(
-    layout: UnitLayout, place: TensorPlace, source: WeightSource, start: int, weight: torch.Tensor, low: torch.Tensor
+    layout: UnitLayout, place: TensorPlace, source: WeightSource, start: int, weight: torch.Tensor, below: torch.Tensor
 ) -> bool:
-    """Put the part of a parameter that lies in this window of the unit's weights; whether lower halves were set."""
+    """Put the part of a parameter that lies in this window of the unit's weights; whether masters have more."""
     begin, end = layout.byte_range(place)
     first, last = max(begin, start), min(end, start + weight.numel())
     if first >= last:
@@ -70,10 +78,15 @@ def _fill(
     elements = source.read(place.name, (first - begin) // item, (last - begin) // item)
     window = slice(first - start, last - start)
     target = weight[window].view(place.dtype)
+    if place.trainable and place.dtype is torch.float16:
+        master = below[2 * window.start : 2 * window.stop].view(torch.float32)
+        master.copy_(elements)
+        target.copy_(master)
+        return True
     if place.trainable and place.dtype is torch.bfloat16 and elements.dtype is torch.float32:
         upper, lower = split_master(elements)
         target.copy_(upper)
-        low[window].view(torch.int16).copy_(lower)
+        below[window].view(torch.int16).copy_(lower)
         return True
     target.copy_(elements)
     return False

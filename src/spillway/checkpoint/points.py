@@ -39,6 +39,7 @@ class SavedPoints:
     saved_step: int = 0
     noted: "_Point | None" = None
     pending: "_Pending | None" = None
+    at_step: Callable[[], dict[str, str]] = dict  # what is only known when a step is over; joins `run`
     at_commit: Callable[[], dict[str, str]] = dict  # what is only known when everything is written; joins `run`
     on_commit: Callable[[int], None] = lambda step: None
     buffers: Callable[[], dict[str, torch.Tensor]] = dict  # the persistent ones of the model, in use
@@ -194,7 +195,7 @@ class SavedPoints:
     def _describe(self, step: int) -> "_Point":
         """What the present state is, apart from what the extents hold."""
         buffers = {name: to_text(tensor) for name, tensor in self.buffers().items()}
-        return _Point(step, _rng(), dict(self.run), buffers)
+        return _Point(step, _rng(), {**self.run, **self.at_step()}, buffers)
 
     def _commit(self, store: PlacedStore, point: "_Point", extents: tuple[int, ...]) -> None:
         """`extents`: the one of each unit that holds the point."""

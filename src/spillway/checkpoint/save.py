@@ -86,6 +86,10 @@ def save_weights(
     return names
 
 
+# Where masters have what their 16-bit weights lack, by the bytes of an element.
+_BELOW = {1: ("low", torch.uint8), 2: ("low", torch.int16), 4: ("master", torch.float32)}
+
+
 def weights_bytes(units: tuple[Unit, ...], dtype: torch.dtype | None = None) -> int:
     """Bytes of all the shards together, headers aside."""
     return sum(entry.num_bytes for entry in _entries(units, dtype, {}))
@@ -93,10 +97,10 @@ def weights_bytes(units: tuple[Unit, ...], dtype: torch.dtype | None = None) -> 
 
 def _entries(units: tuple[Unit, ...], dtype: torch.dtype | None, written_as: WrittenAs) -> Iterator[_Entry]:
     for index, unit in enumerate(units):
-        low = unit.layout.component("low")
+        below = next((part for part in unit.layout.components if part.name in ("low", "master")), None)
         for place in unit.layout.places:
             written = dtype if dtype is not None and place.dtype.is_floating_point else place.dtype
-            low_bytes = low.element_bytes if low is not None and place.trainable else 0
+            low_bytes = below.element_bytes if below is not None and place.trainable else 0
             begin, _ = unit.layout.byte_range(place)
             for name, shape in written_as.get(place.name, ((place.name, place.shape),)):
                 numel = math.prod(shape)
@@ -167,9 +171,13 @@ def _pieces(source: ByteSource, entry: _Entry) -> Iterator[torch.Tensor]:
         yield from (piece for _, piece in weights)
     elif entry.low_bytes:
         size = entry.low_bytes
-        lows = source.stream(entry.unit, "low", entry.begin // 2 * size, entry.end // 2 * size)
+        name, kind = _BELOW[size]
+        lows = source.stream(entry.unit, name, entry.begin // 2 * size, entry.end // 2 * size)
+        if name == "master":
+            yield from (piece.view(kind).to(entry.dtype).view(torch.uint8) for _, piece in lows)
+            return
         for (_, weight), (_, low) in zip(weights, lows, strict=True):
-            master = join_master(weight.view(torch.bfloat16), low.view(torch.int16 if size == 2 else torch.uint8))
+            master = join_master(weight.view(torch.bfloat16), low.view(kind))
             yield master.to(entry.dtype).view(torch.uint8)
     else:
         for _, piece in weights:

@@ -33,6 +33,8 @@ FIRST_PAGE = {
 MORE = {
     "save_total_limit": "Saved points kept on disk; a damaged one is then stepped over.",
     "max_grad_norm": "Clip by the exact global norm; 0 turns it off and lets updates overlap backward.",
+    "clip_by": "norm, unit (each block by its own norm) or value (each element), within --max-grad-norm.",
+    "loss_scale": "auto (dynamic for float16), dynamic, or a number.",
     "optim": "adamw (exact), adamw_bf16, adamw_8bit (half the bytes), lion, lion_8bit, sgd.",
     "master_bits": "32 (exact) or 24, for bfloat16 weights.",
     "weight_decay": "Decoupled weight decay; norms and biases are never decayed.",
@@ -43,7 +45,7 @@ MORE = {
     "lr_scheduler_type": "linear, cosine, constant, ... as in transformers.",
     "seed": "Of the data order and of dropout.",
     "packing": "Several samples to a row, each by itself.",
-    "dtype": "bfloat16 (with fp32 masters) or float32.",
+    "dtype": "bfloat16 or float16 (with fp32 masters; float16 with loss scaling), or float32.",
     "update": "auto, serial, overlap-naive, overlap or deferred: when weights are updated.",
     "activations": "auto, recompute, tape (matrix products and attention are kept), keep, host or disk (all is kept).",
     "weights": "auto, device, host or disk: where weights rest.",

@@ -4,6 +4,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from spillway.optim.clip import CLIP_BY
 from spillway.spec.errors import UsageError
 from spillway.spec.options import TrainOptions
 from spillway.spec.state import MOMENTS, StateFormat
@@ -14,13 +15,23 @@ class Settings:
     """What every rule has.
 
     Norm weights and biases (parameters of one dimension) are not decayed unless `decay_all`. `max_grad_norm` clips by
-    the exact global norm of all gradients, as torch.nn.utils.clip_grad_norm_ does; None turns clipping off.
+    the exact global norm of all gradients, as torch.nn.utils.clip_grad_norm_ does; None turns clipping off. `clip_by`:
+    "norm", or "unit" (each unit by its own norm) or "value" (each element), which wait for no other gradient; the limit
+    is `max_grad_norm` for them, too.
+
+    `loss_scale`: None (dynamic where parameters are float16), "dynamic" or a number; then `optimizer.scale(loss)` is
+    what goes backward, and with a dynamic one a step that overflows is skipped. `may_skip`: a step whose gradients are
+    not finite leaves nothing changed even where nothing is clipped, so that training may go on; updates then wait for
+    the norm.
 
     `moments`: "float32" (exact), "bfloat16" or "8bit". `master_bits`: 32 (exact) or 24, for bfloat16 weights. Narrow
     ones are rounded stochastically. On disk a parameter takes 4 bytes plus those of its moments; 3 with 24 bits.
     """
 
     max_grad_norm: float | None = 1.0
+    clip_by: str = "norm"
+    loss_scale: float | str | None = None
+    may_skip: bool = False
     decay_all: bool = False
     moments: str = "float32"
     master_bits: int = 32
@@ -87,6 +98,8 @@ def state_format(settings: Rule) -> StateFormat:
         raise UsageError(f"betas and momentum must be in [0, 1), not {settings.betas}")
     if settings.max_grad_norm is not None and not settings.max_grad_norm > 0:
         raise UsageError(f"max_grad_norm must be more than 0, or None for no clipping, not {settings.max_grad_norm}")
+    if settings.clip_by not in CLIP_BY:
+        raise UsageError(f"clip_by={settings.clip_by!r} is not one of {', '.join(CLIP_BY)}")
     if settings.moments not in MOMENTS:
         raise UsageError(f"moments={settings.moments!r} is not one of {', '.join(MOMENTS)}")
     if settings.master_bits not in (32, 24):
@@ -105,6 +118,9 @@ def settings_of(options: TrainOptions) -> Rule:
         "lr": options.learning_rate,
         "weight_decay": options.weight_decay,
         "max_grad_norm": options.max_grad_norm if options.max_grad_norm > 0 else None,
+        "clip_by": options.clip_by,
+        "loss_scale": options.fixed_loss_scale,
+        "may_skip": options.non_finite == "skip",
         "moments": moments,
         "master_bits": options.master_bits,
     }

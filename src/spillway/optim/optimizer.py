@@ -1,14 +1,26 @@
 """The torch.optim.Optimizer the user holds: parameter groups and schedulers work on it; the arithmetic is elsewhere."""
 
+import json
+import warnings
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from spillway.optim.clip import LossScale
 from spillway.optim.config import Rule
 from spillway.optim.update import Hyper
-from spillway.spec.errors import UsageError
+from spillway.spec.errors import NonFinite, SkippedStep, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """In the place of the result of a step that was not made."""
+
+    reason: str
+    skipped: bool = True
 
 
 class StreamingOptimizer(torch.optim.Optimizer):
@@ -20,7 +32,12 @@ class StreamingOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, settings: Rule, params: dict[str, nn.Parameter], finish: Callable[[], Any], first_step: int = 0
+        self,
+        settings: Rule,
+        params: dict[str, nn.Parameter],
+        loss_scale: LossScale,
+        finish: Callable[[], Any],
+        first_step: int = 0,
     ) -> None:
         decayed = [param for param in params.values() if param.requires_grad and _decays(param, settings)]
         plain = [param for param in params.values() if param.requires_grad and not _decays(param, settings)]
@@ -32,6 +49,8 @@ class StreamingOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps, "weight_decay": 0.0})
         self.num_steps = first_step
         self.last_result: Any = None
+        self.loss_scale = loss_scale
+        self.skipped_steps = 0
         self._finish = finish
 
     def group_of(self) -> dict[int, int]:
@@ -52,12 +71,47 @@ class StreamingOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
         ]
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to go backward: multiplied by the loss scale where there is one. `optimizer.scale(loss).backward()`
+        is right for every dtype."""
+        return loss if self.loss_scale.value == 1.0 else loss * self.loss_scale.value
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """End the step: its gradients and their norm are complete, and its updates made or due. Raises NonFinite or
-        DiskError; the step was not kept then."""
+        """End the step: its gradients and their norm are complete, and its updates made or due. Under a dynamic loss
+        scale a step whose gradients overflow is skipped, with a SkippedStep warning: nothing has changed but the
+        scale, and `last_result.skipped` is set. Raises NonFinite or DiskError; the step was not kept then."""
         if closure is not None:
             raise UsageError("closures are not supported: call loss.backward() and then optimizer.step()")
-        self.last_result = self._finish()
+        try:
+            self.last_result = self._finish()
+        except NonFinite as error:
+            if self.loss_scale.at_floor:
+                raise
+            self.loss_scale.overflowed()
+            self.skipped_steps += 1
+            self.last_result = Skipped(str(error))
+            warnings.warn(
+                f"step {self.num_steps + 1} is skipped, {self.skipped_steps} so far: gradients overflow; the loss "
+                f"scale is now {self.loss_scale.value:g}",
+                SkippedStep,
+                stacklevel=2,
+            )
+
+    def advanced(self) -> None:
+        """A step was made."""
+        self.num_steps += 1
+        self.loss_scale.advanced()
+
+    def saved(self) -> dict[str, str]:
+        """What a saved point holds of this besides the number of steps."""
+        return {"loss_scale": json.dumps(asdict(self.loss_scale))} if self.loss_scale.is_dynamic else {}
+
+    def restore(self, step: int, saved: dict[str, str]) -> None:
+        """Go on from a saved point."""
+        self.num_steps = step
+        if self.loss_scale.is_dynamic and "loss_scale" in saved:
+            found = json.loads(saved["loss_scale"])
+            self.loss_scale.value, self.loss_scale.good_steps = found["value"], found["good_steps"]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients start at zero after every step."""

@@ -40,8 +40,9 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True)
 class StateRange:
-    """Equal 1-D ranges of a unit's arrays, from element `first` on. `weight`: float32, or bfloat16 with `low` (int16,
-    or uint8) the lower part of the master. Moments float32, bfloat16, or uint8 codes with two `scales` a block."""
+    """Equal 1-D ranges of a unit's arrays, from element `first` on. `weight`: float32; bfloat16 with `low` (int16,
+    or uint8) the lower part of the master; or float16 with `low` (float32) the master itself. Moments float32,
+    bfloat16, or uint8 codes with two `scales` a block."""
 
     form: StateFormat
     first: int
@@ -108,17 +109,15 @@ def sum_squares(grad: torch.Tensor, threads: int) -> float:
     return float(sum(part.double().square().sum().item() for part in grad.split(1 << 20)))
 
 
-def clip_scale(norm: float, max_norm: float | None) -> float:
-    """The factor torch.nn.utils.clip_grad_norm_ multiplies gradients by."""
-    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
-
-
 def join_master(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of bfloat16 weights and what it has below them (int16, or its upper 8 bits as uint8).
+    """The fp32 master of 16-bit weights: with bfloat16 ones is given what it has below them (int16, or its upper 8 bits
+    as uint8), with float16 ones it itself.
 
     The bfloat16 weight is the master rounded to nearest, ties away from zero: the upper half was carried into exactly
     where the lower half is at least 0x8000.
     """
+    if low.dtype is torch.float32:
+        return low
     lower = low.to(torch.int32) << 8 if low.dtype is torch.uint8 else low.to(torch.int32) & 0xFFFF
     upper = weight.view(torch.int16).to(torch.int32) << 16
     return ((upper | lower) - ((lower & 0x8000) << 1)).view(torch.float32)
@@ -196,6 +195,9 @@ def _update_block(part: StateRange, hyper: Hyper, grad_scale: float) -> None:
         master.add_(m, alpha=-hyper.lr)
     _store(part, part.m, m, 0, narrow.M_EXPONENTS, random)
     if part.low is None:
+        return
+    if part.low.dtype is torch.float32:
+        part.weight.copy_(master)
         return
     if part.low.dtype is torch.uint8 and random is not None:
         weight, low = narrow.round_master_to_24(master, narrow.again(random))

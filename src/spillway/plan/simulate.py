@@ -125,7 +125,7 @@ class _Simulation:
 def step_seconds(plan: Plan, hardware: HardwareSpec) -> tuple[float, str]:
     """Predicted seconds of an optimizer step, accumulation included, and the lane that is busiest."""
     seconds, busy = 0.0, dict.fromkeys(LANES, 0.0)
-    rounds = [plan.round_ops(index) for index in range(plan.placement.accumulation)]
+    rounds = plan.rounds
     traces = {id(ops): simulate(ops, plan.pools, hardware) for ops in {id(ops): ops for ops in rounds}.values()}
     for ops in rounds:
         seconds += traces[id(ops)].seconds

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spillway.optim.update import Hyper, StateRange, clip_scale, laid_in, sum_squares, update_range
+from spillway.optim.clip import Clipping
+from spillway.optim.update import Hyper, StateRange, laid_in, sum_squares, update_range
 from spillway.runtime.device import Device
 from spillway.spec.errors import NonFinite, invariant
 from spillway.spec.plan import Op
@@ -25,9 +26,16 @@ class Due:
     """
 
     hypers: list[Hyper] = field(default_factory=list)  # per parameter group
-    scale: float = 1.0
+    clipping: Clipping = field(default_factory=Clipping)
+    loss_scale: float = 1.0  # the gradients are so many times too large
+    scale: float = 1.0  # that clips all of them
+    unit_scales: dict[int, float] = field(default_factory=dict)  # and each by itself
     units: set[int] = field(default_factory=set)  # those with a gradient; the others are left alone, as in PyTorch
     sweeping: bool = False
+
+    def factor(self, unit: int) -> float:
+        """What a unit's gradient is multiplied by."""
+        return self.scale * self.unit_scales.get(unit, 1.0) / self.loss_scale
 
 
 @dataclass(slots=True)
@@ -38,8 +46,7 @@ class StepState:
     late: Due | None = None  # of the step before, whose updates belong to this forward
     applied_scale: float | None = None  # of the gradients, in this step's own updates
     may_take_back: bool = False  # its own updates can be taken back
-    max_grad_norm: float | None = None
-    squares: dict[int, float] = field(default_factory=dict)  # per unit: sum of squares of its gradient
+    squares: dict[int, float] = field(default_factory=dict)  # per unit: sum of squares of its gradient as it landed
     non_finite: int | None = None  # a unit whose gradient is infinite or not a number
     fresh: set[int] = field(default_factory=set)  # units whose gradient slot this backward has filled
     acts: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # inputs on their way out, per call
@@ -59,7 +66,7 @@ class StepState:
 
     def grad_norm(self) -> float:
         """The global norm of the gradients before clipping."""
-        return math.sqrt(sum(self.squares[unit] for unit in sorted(self.squares)))
+        return math.sqrt(sum(self.squares[unit] for unit in sorted(self.squares))) / self.own.loss_scale
 
 
 class LaneWorker:
@@ -172,7 +179,7 @@ class LaneWorker:
     def _norm(self, op: Op, home: UnitHome, events: list[object]) -> None:
         if op.unit < 0:
             self._require_finite()
-            self.step.own.scale = clip_scale(self.step.grad_norm(), self.step.max_grad_norm)
+            self.step.own.scale = self.step.own.clipping.of_all(self.step.grad_norm())
             return
         home = self._homes.units[op.unit]
         if not home.has_grad:
@@ -187,6 +194,8 @@ class LaneWorker:
         if not math.isfinite(total):
             self.step.non_finite = op.unit
         self.step.squares[op.unit] = total
+        own = self.step.own
+        own.unit_scales[op.unit] = own.clipping.of_unit(math.sqrt(total) / own.loss_scale)
         self.step.own.units.add(op.unit)
 
     def _require_finite(self) -> None:
@@ -288,7 +297,8 @@ class LaneWorker:
             begin, end = max(start, op.start), min(stop, op.stop)
             if begin < end:
                 part = arrays.narrow(begin - op.start, end - begin)
-                update_range(part, due.hypers[group], due.scale, self._threads)
+                due.clipping.clamp(part.grad, due.loss_scale)
+                update_range(part, due.hypers[group], due.factor(op.unit), self._threads)
 
     def _write_state(self, op: Op, home: UnitHome, events: list[object]) -> None:
         if self._skips(op):

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from spillway.model.binding import bind, bound, make_placeholders
 from spillway.model.profile import CallShape
 from spillway.model.units import Unit
+from spillway.optim.clip import Clipping, LossScale
 from spillway.optim.update import Hyper
 from spillway.runtime.activations import Activations
 from spillway.runtime.buffers import BufferGuard
@@ -38,6 +39,7 @@ class StepResult:
     grad_norm: float
     wary: bool  # by the plan's `wary_ops`
     traces: list[Trace] = field(default_factory=list)
+    skipped: bool = False
 
 
 # A wrong guess costs an update that is dropped, and going over to guessing one that nothing overlaps with.
@@ -69,7 +71,8 @@ class Session:
         self._laid: Schedule | None = None  # whose slabs the arena is cut into
         self.hypers: Callable[[], list[Hyper]] = list
         self.on_rest: Callable[[], None] = _nothing  # called by a lane when deferred updates have come to rest
-        self.max_grad_norm: float | None = None
+        self.clipping = Clipping()
+        self.loss_scale = LossScale()
         self.segments: list[list[tuple[int, int, int]]] = []
         self.batch_hooks: list[Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]] = []
         self.on_undo: list[Callable[[], None]] = []
@@ -92,6 +95,10 @@ class Session:
         self._in_step = False
         self._next_call = 0
         self._backwards = 0  # of this optimizer step
+        self._ends_step = False  # the backward to come completes it
+        self._is_complete = False
+        self.only_accumulates = False  # forwards that begin now belong to backwards that complete no step
+        self._has_accumulated = False  # one of this step did
         self._in_backward = False
         self._in_forward = False
         self._buffers = BufferGuard()
@@ -236,7 +243,7 @@ class Session:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not any(unit.layout.num_trainable for unit in self.units):
             raise UsageError("this model streams for forwards alone: call it under torch.no_grad()")
-        if self._backwards >= self.accumulation:
+        if self._is_complete:
             raise UsageError(
                 f"backward ran {self._backwards} time(s) and the weights are updated with it: call optimizer.step() "
                 f"before the next forward, or pass gradient_accumulation_steps= to prepare"
@@ -251,19 +258,28 @@ class Session:
         self._ensure_open(schedule)
         extents = self.store.act_extents(plan, schedule.profile)
         step = StepState(
-            Due(self.hypers(), sweeping=wary),
+            Due(self.hypers(), self.clipping, self.loss_scale.value, sweeping=wary),
             self._due,
             may_take_back=plan.placement.speculates,
-            max_grad_norm=self.max_grad_norm,
             act_extents=extents,
         )
-        self._start(plan.wary_ops if wary else plan.round_ops(self._backwards), step)
+        self._ends_step = self._will_end_step()
+        self._start(plan.wary_ops if wary else plan.round_ops(self._backwards == 0, self._ends_step), step)
         self._activations = Activations(schedule, self._pools(), step.acts)
         self.step_number += 1
         self._in_step, self._in_backward, self._next_call = True, False, 0
         self._in_forward = True
         self._await_resident()
         self._bind_resident()
+
+    def _will_end_step(self) -> bool:
+        """By count, or, where the user says so, with the first forward that does not only accumulate."""
+        if self.only_accumulates:
+            if self.accumulation == 1:
+                raise UsageError("no_sync needs gradient_accumulation_steps= of 2 or more in prepare")
+            self._has_accumulated = True
+            return False
+        return self._has_accumulated or self._backwards + 1 >= self.accumulation
 
     def _start(self, ops: tuple[Op, ...], step: StepState) -> None:
         executor, worker = self._parts()
@@ -286,7 +302,7 @@ class Session:
     @property
     def awaits_step(self) -> bool:
         """Whether the last backward of a step has run and `optimizer.step()` has not."""
-        return self._backwards >= self.accumulation
+        return self._is_complete
 
     @property
     def is_due(self) -> bool:
@@ -347,7 +363,8 @@ class Session:
             self._half_done |= worker.step.is_half_done
             self._take_back()
             if self._backwards == 0 or self._in_backward or executor.has_failed:
-                self._backwards, self._traces = 0, []
+                self._begin_anew()
+                self._traces = []
                 for home in self.store.homes.units:
                     home.has_grad = False
             self._in_step = self._in_backward = False
@@ -520,7 +537,7 @@ class Session:
     def finish(self) -> StepResult:
         """The optimizer step: wait for the list to end, and note which updates the next forward has to make. Raises
         what a lane raised (NonFinite, DiskError)."""
-        if self._backwards < self.accumulation or self._in_step:
+        if not self._is_complete or self._in_step:
             raise UsageError(
                 f"optimizer.step() came after {self._backwards} of {self.accumulation} backward call(s): "
                 f"run loss.backward() first, as often as gradient_accumulation_steps says"
@@ -529,7 +546,8 @@ class Session:
         try:
             self._traces.append(executor.wait())
         except BaseException:
-            self._in_step, self._backwards = True, 0
+            self._in_step = True
+            self._begin_anew()
             try:
                 self._run_out()
             finally:
@@ -539,12 +557,16 @@ class Session:
         self._note_rest()
         wary = worker.step.own.sweeping
         self._note_due(worker.step)
-        self._backwards = 0
+        self._begin_anew()
         for home in self.store.homes.units:
             home.has_grad = False
         self.result = StepResult(worker.step.grad_norm(), wary, self._traces)
         self._traces = []
         return self.result
+
+    def _begin_anew(self) -> None:
+        """The next backward is the first of an optimizer step."""
+        self._backwards, self._is_complete, self._has_accumulated = 0, False, False
 
     def _note_due(self, step: StepState) -> None:
         """Which updates of the step that is over belong to the next forward."""
@@ -569,13 +591,14 @@ class Session:
                     home = self.store.homes.units[op.unit]
                     home.has_grad |= home.where.states == "device"
                 executor.skip_compute(op)
-            if self._backwards + 1 < self.accumulation:
+            if not self._ends_step:
                 self._traces.append(executor.wait())
         finally:
             self._unbind_resident()
         # Only now: a step that failed is given up by `settle`.
         self._in_step = self._in_backward = False
         self._backwards += 1
+        self._is_complete = self._ends_step
 
     # Small helpers #
 

@@ -60,6 +60,10 @@ class Interrupted(SpillwayError):
     exit_code = 130
 
 
+class SkippedStep(UserWarning):
+    """An optimizer step was not made, for its gradients were not finite."""
+
+
 class BudgetWarning(UserWarning):
     """A budget was cut to what the machine has."""
 

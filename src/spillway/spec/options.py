@@ -1,5 +1,6 @@
 """What a training run can be told."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from spillway.spec.sizes import parse_size
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "device": ("auto", "cuda", "cpu"),
-    "dtype": ("bfloat16", "float32", "bf16", "fp32"),
+    "dtype": ("bfloat16", "float16", "float32", "bf16", "fp16", "fp32"),
     "update": ("auto", *UPDATE_MODES),
     "non_finite": ("stop", "skip"),
     "activations": ACTIVATIONS,
@@ -51,6 +52,8 @@ class TrainOptions:
     save_total_limit: int = 1
     resume_from_checkpoint: bool = False
     max_grad_norm: float = 1.0
+    clip_by: str = "norm"
+    loss_scale: str = "auto"
     optim: str = "adamw"
     master_bits: int = 32
     weight_decay: float = 0.0
@@ -70,6 +73,22 @@ class TrainOptions:
     non_finite: str = "stop"
     max_writes: str | None = None
     allow_pickle: bool = False
+
+    @property
+    def fixed_loss_scale(self) -> float | str | None:
+        """A number, "dynamic", or None for what the dtype needs. Raises UsageError."""
+        if self.loss_scale in ("auto", "dynamic"):
+            return None if self.loss_scale == "auto" else self.loss_scale
+        try:
+            return float(self.loss_scale)
+        except ValueError as error:
+            raise UsageError(f"--loss-scale {self.loss_scale} is not auto, dynamic or a number") from error
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether no update is final before all gradients are known: to clip by their norm, or to skip the step."""
+        scales = self.dtype in ("float16", "fp16") if self.loss_scale == "auto" else self.loss_scale == "dynamic"
+        return (self.max_grad_norm > 0 and self.clip_by == "norm") or scales or self.non_finite == "skip"
 
     def placement(self) -> dict[str, Any]:
         """What `spillway.prepare` is told of memory and placement."""
@@ -99,6 +118,9 @@ class TrainOptions:
             raise UsageError(f"--seed must not be negative, as {self.seed} is")
         if self.max_grad_norm < 0:
             raise UsageError(f"--max-grad-norm must be more than 0, or 0 for no clipping, not {self.max_grad_norm}")
+        scale = self.fixed_loss_scale
+        if isinstance(scale, float) and not 0 < scale < math.inf:
+            raise UsageError(f"--loss-scale must be auto, dynamic or a number above 0, not {self.loss_scale}")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be in [0, 1), not {getattr(self, name)}")

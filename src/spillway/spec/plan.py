@@ -97,7 +97,7 @@ class Placement:
     units: tuple[UnitPlacement, ...]
     acts: tuple[Kept, ...]  # per call
     update: str  # one of UPDATE_MODES
-    clip: bool  # the exact global norm is needed before the first update
+    clip: bool  # the global norm is needed before the first update: to clip by it, or to drop the step
     accumulation: int  # backward calls per optimizer step
     window: int  # device slots per weight pool
     state_slabs: int
@@ -170,11 +170,17 @@ class Plan:
         """Every list that runs by itself."""
         return self.ops, self.accumulate_ops, self.begin_ops, self.wary_ops, self.flush_ops
 
-    def round_ops(self, index: int) -> tuple[Op, ...]:
-        """What runs at the given forward and backward of a step, counted from 0."""
-        if index == self.placement.accumulation - 1:
+    def round_ops(self, is_first: bool, is_last: bool) -> tuple[Op, ...]:
+        """What runs at a forward and backward of an optimizer step."""
+        if is_last:
             return self.ops
-        return self.begin_ops if index == 0 and self.begin_ops else self.accumulate_ops
+        return self.begin_ops if is_first and self.begin_ops else self.accumulate_ops
+
+    @property
+    def rounds(self) -> list[tuple[Op, ...]]:
+        """What runs in an optimizer step, in turn."""
+        times = self.placement.accumulation
+        return [self.round_ops(index == 0, index == times - 1) for index in range(times)]
 
     def predicted_seconds(self, wary: bool) -> float:
         """Of an optimizer step, by `wary_ops` or not."""
@@ -187,5 +193,4 @@ class Plan:
     @property
     def bytes_written(self) -> float:
         """To disk, by one optimizer step."""
-        rounds = map(self.round_ops, range(self.placement.accumulation))
-        return sum(op.amount for ops in rounds for op in ops if op.kind == "WRITE")
+        return sum(op.amount for ops in self.rounds for op in ops if op.kind == "WRITE")

@@ -178,12 +178,12 @@ class SlabRange:
             return None if home.layout.component(name) is None else part(name, kind)
 
         form = home.layout.state_format
-        moment = _MOMENT_TYPES[form.moments]
+        moment, low = _MOMENT_TYPES[form.moments], torch.int16 if form.low_bits == 16 else torch.uint8
         return StateRange(
             form,
             self._start,
             part("weight", dtype),
-            state("low", torch.int16 if form.low_bits == 16 else torch.uint8),
+            state("master", torch.float32) if dtype is torch.float16 else state("low", low),
             state("m", moment),
             state("v", moment),
             state("scales", torch.uint8),

@@ -10,7 +10,7 @@ from spillway.spec.state import BLOCK, EXACT, MOMENTS, StateFormat
 PAGE = 4096
 # Parameters start at multiples of 64 elements, so that views are aligned for every kernel.
 _ELEMENTS = 64
-_TRAINED = (torch.float32, torch.bfloat16)
+_TRAINED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class TensorPlace:
 class Component:
     """One array of a unit's extent, starting at a whole page."""
 
-    name: str  # weight, low, m, v, scales
+    name: str  # weight, low or master, m, v, scales
     offset: int
     num_bytes: int
     element_bytes: int  # of a whole block
@@ -43,7 +43,7 @@ class Component:
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
     """Weights first (trainable ones flat in one dtype, then frozen ones), then what the optimizer keeps: the lower
-    part of the master, moments, and their scales."""
+    part of the master of bfloat16 weights or the whole one of float16 weights, moments, and their scales."""
 
     places: tuple[TensorPlace, ...]
     dtype: torch.dtype  # of the trainable part
@@ -100,7 +100,9 @@ def lay_out(
         raise ValueError(f"its trainable parameters mix {' and '.join(sorted(map(str, dtypes)))}")
     dtype = dtypes.pop() if dtypes else torch.float32
     if dtype not in _TRAINED:
-        raise ValueError(f"its trainable parameters are {dtype}; train in torch.bfloat16 or torch.float32")
+        raise ValueError(
+            f"its trainable parameters are {dtype}; train in torch.bfloat16, torch.float16 or torch.float32"
+        )
     places: list[TensorPlace] = []
     elements = 0
     for name, shape, kind, trainable in params:
@@ -129,7 +131,11 @@ def lay_out(
 def _arrays(state_format: StateFormat, dtype: torch.dtype) -> list[tuple[str, int, int]]:
     """Name, bytes of an entry and elements of an entry of each array beside the weights."""
     size = MOMENTS[state_format.moments]
-    found = [("low", state_format.low_bits // 8, 1)] if dtype is torch.bfloat16 else []
+    found = {
+        torch.bfloat16: [("low", state_format.low_bits // 8, 1)],
+        torch.float16: [("master", torch.float32.itemsize, 1)],
+        torch.float32: [],
+    }[dtype]
     found.append(("m", size, 1))
     if state_format.has_v:
         found.append(("v", size, 1))

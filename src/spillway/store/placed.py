@@ -144,12 +144,12 @@ class PlacedStore:
             self.homes.need_disk().reserve(at)
         return extents
 
-    def staging(self, num_bytes: int, owner: str) -> torch.Tensor:
+    def staging(self, num_bytes: int, owner: str, least: int = 1 << 20) -> torch.Tensor:
         """Host memory for moving weights in and out while no step is under way; valid until the next step or staging.
-        Shrinks to what is left, but not below a mebibyte."""
+        Shrinks to what is left, but not below `least`."""
         self._free_slabs()
         left = self.arena.num_bytes - self.arena.mark()
-        return self.arena.allocate(max(min(num_bytes, left), 1 << 20), owner)
+        return self.arena.allocate(max(min(num_bytes, left), least), owner)
 
     def fetch(self, unit: int, beside_step: bool = False) -> torch.Tensor:
         """The unit's weights on the device, by themselves; valid until the next fetch or step. `beside_step`: a step
