@@ -78,6 +78,7 @@ def prepare(
     weights: str = "auto",
     states: str = "auto",
     policy: str = "auto",
+    label_smoothing: float = 0.0,
     example: Mapping[str, Any] | None = None,
     resume: bool | str | os.PathLike[str] = False,
     keep: KeepPoints = LAST_POINT,
@@ -90,11 +91,11 @@ def prepare(
     "serial", "overlap-naive", "overlap" or "deferred". `activations`: "auto", "recompute", "tape" (outputs of matrix
     products and attention are kept where they fit), or where all that autograd saves is kept as far as it fits: "keep"
     (on the device), "host" or "disk". `weights`, `states`: "auto", "device", "host" or "disk". `policy`: "auto", or the
-    planner of another system that makes the plan (see `spillway.plan.policies`). `example`: keyword arguments of the
-    longest batch to come; with it everything is planned and checked now, otherwise at the first forward. `resume`: go
-    on from the last saved point in `store`, or in the directory given; budgets, device and drives may differ from those
-    of the run that saved it. `keep`: how many saved points stay, and whether they are also made where states rest in
-    memory.
+    planner of another system that makes the plan (see `spillway.plan.policies`). `label_smoothing`: of the loss of a
+    transformers model. `example`: keyword arguments of the longest batch to come; with it everything is planned and
+    checked now, otherwise at the first forward. `resume`: go on from the last saved point in `store`, or in the
+    directory given; budgets, device and drives may differ from those of the run that saved it. `keep`: how many saved
+    points stay, and whether they are also made where states rest in memory.
 
     Returns the same model, and the optimizer. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
     """
@@ -108,7 +109,7 @@ def prepare(
         update, weights, states, waits, gradient_accumulation_steps, bool(store), keep, activations, policy
     )
     place = Place(store, device, device_memory, host_memory, disk_memory)
-    parts = assemble(model, state_format(settings), place, request, micro_batch, resume)
+    parts = assemble(model, state_format(settings), place, request, micro_batch, resume, label_smoothing)
     session = parts.session
     streaming = StreamingOptimizer(
         settings, session.placeholders, loss_scale, lambda: _finish(model, streaming), parts.points.step

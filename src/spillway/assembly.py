@@ -93,6 +93,7 @@ def assemble(
     request: PlanRequest,
     micro_batch: int | None,
     resume: bool | str | os.PathLike[str] = False,
+    label_smoothing: float = 0.0,
 ) -> Prepared:
     """Replace the model's forwards by streaming ones. Nothing is loaded before the first batch, or `Session.open`.
     Raises UsageError and DiskError."""
@@ -131,7 +132,11 @@ def assemble(
     session.on_rest = lambda: points.at_rest(store)
     store.on_open = lambda opened: _fill(opened, parts, source)
     _prepared[model] = parts
-    _adapt(model, session)
+    try:
+        _adapt(model, session, label_smoothing)
+    except BaseException:
+        give_back(model)
+        raise
     return parts
 
 
@@ -225,9 +230,11 @@ def _move_buffers(model: nn.Module, device: Device) -> None:
                 module._buffers[name] = buffer.to(device.torch_device)
 
 
-def _adapt(model: nn.Module, session: Session) -> None:
-    """Only a transformers model needs transformers."""
+def _adapt(model: nn.Module, session: Session, label_smoothing: float = 0.0) -> None:
+    """Only a transformers model needs transformers. Raises UsageError where the loss is not theirs to smooth."""
     if _is_transformers(model):
         from spillway.integrations.huggingface import adapt
 
-        adapt(model, session)
+        adapt(model, session, label_smoothing)
+    elif label_smoothing:
+        raise UsageError(f"label smoothing is not for {type(model).__name__}: its loss is its own")

@@ -234,7 +234,7 @@ class _Run:
         options = self._options
         names = ("seed", "max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "packing", "dtype",
                  "learning_rate", "num_train_epochs", "max_steps", "max_grad_norm", "clip_by",
-                 "loss_scale", "optim", "master_bits",
+                 "loss_scale", "label_smoothing_factor", "optim", "master_bits",
                  "weight_decay", "adam_beta1",
                  "adam_beta2", "adam_epsilon", "warmup_ratio", "lr_scheduler_type")  # fmt: skip
         return {**{name: getattr(options, name) for name in names}, "data": self._data.fingerprint()}

@@ -140,7 +140,9 @@ def _streamed(
     )
     settings = _exact(options)
     with tempfile.TemporaryDirectory(dir=run, prefix="verify-") as store:
-        model, optimizer = prepare(model, settings, store=store, **options.placement())
+        model, optimizer = prepare(
+            model, settings, store=store, **replace(options, label_smoothing_factor=0.0).placement()
+        )
         try:
             _drop_nothing(model.train())
             device = prepared(model).session.device.torch_device

@@ -51,6 +51,7 @@ MORE = {
     "weights": "auto, device, host or disk: where weights rest.",
     "states": "auto, device, host or disk: where optimizer states rest.",
     "policy": "auto, or a planner of the field: lohan, fuyou, stronghold, protrain, zero-infinity, ... (see the docs).",
+    "label_smoothing_factor": "How much of each label is spread over the whole vocabulary.",
     "non_finite": "stop or skip: what a batch does whose loss or gradients are not finite; five in a row always stop.",
     "max_writes": "Stop, saved, when this run has written so much to a drive, e.g. 50TB.",
     "allow_pickle": "Read .bin weights where a model has no safetensors.",

@@ -3,7 +3,7 @@ everything `from_pretrained` wants. The only file that imports transformers for 
 
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,11 @@ import torch
 import transformers
 from torch import nn
 
+from spillway.integrations.loss import install_loss
 from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
 
 CAUSAL_LM = transformers.AutoModelForCausalLM
-# Logits of one piece of the loss, in float32.
-_LOGIT_BYTES = 64 << 20
 _CARRIED = ("generation_config.json", "chat_template.jinja", "chat_template.json", "special_tokens_map.json",
             "added_tokens.json", "vocab.json", "merges.txt", "preprocessor_config.json")  # fmt: skip
 
@@ -211,131 +210,16 @@ def save_config(model: nn.Module, directory: Path, source: Path | None, dtype: t
                 shutil.copyfile(file, directory / file.name)
 
 
-def adapt(model: nn.Module, session: Session) -> None:
-    """Make a transformers model train well: no key-value cache, and logits that are never whole in memory."""
+def adapt(model: nn.Module, session: Session, label_smoothing: float) -> None:
+    """Make a transformers model train well: no key-value cache, and logits that are never whole in memory. Raises
+    UsageError where its loss cannot be smoothed."""
     if not isinstance(model, transformers.PreTrainedModel):
         return
     session.batch_hooks.append(lambda args, kwargs: _without_cache(model, kwargs))
-    head = model.get_output_embeddings()
-    if head is not None and isinstance(head, nn.Linear) and hasattr(model, "loss_function"):
-        _ChunkedLoss(model, session, head).install()
+    install_loss(model, session, label_smoothing)
 
 
 def _without_cache(model: transformers.PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
     if getattr(model.config, "use_cache", False) and "use_cache" not in kwargs:
         return {**kwargs, "use_cache": False}
     return kwargs
-
-
-class _ChunkedLoss:
-    """The head and the cross-entropy as one unit call, a piece of the tokens at a time.
-
-    The model calls `lm_head(hidden)` and then `loss_function(logits, labels, ...)`. In a step with labels the head
-    passes the hidden states on untouched and the loss applies it piece by piece. Whether a model does just that with
-    its logits (and no scaling or capping between) is seen when its forward is profiled; where not, logits stay whole.
-    """
-
-    def __init__(self, model: transformers.PreTrainedModel, session: Session, head: nn.Linear) -> None:
-        self._model = model
-        self._session = session
-        self._head = head
-        self._whole_loss: Callable[..., torch.Tensor] = model.loss_function
-        self._unit, self._path = next(
-            (index, path) for index, unit in enumerate(session.units) for path, module in unit.members if module is head
-        )
-        self._apply_head = session.original_forward(head)
-        self._wrapped_head = head.forward
-        self._deferred: torch.Tensor | None = None
-        self._labelled = False
-        self._works: bool | None = None  # unknown until profiled
-
-    def install(self) -> None:
-        """Put this in the place of the head's forward and the model's loss."""
-        if not _is_causal_loss(self._whole_loss):
-            return
-        self._head.forward = self._forward_head  # type: ignore[assignment,method-assign]
-        self._model.loss_function = self._loss
-        hooks = (
-            self._model.register_forward_pre_hook(self._note_labels, with_kwargs=True),
-            self._model.register_forward_hook(self._drop_logits),
-        )
-        self._session.on_undo += [hook.remove for hook in hooks]
-        self._session.on_undo.append(self._restore_loss)
-        self._session.schedules.trials.append(self._try)
-
-    def _restore_loss(self) -> None:
-        self._model.loss_function = self._whole_loss
-
-    def _try(self, profile: Callable[[], Any]) -> Any:
-        """Profile with deferred logits; again without where the model does more with them than take the loss."""
-        if self._works is None:
-            self._works = True
-            try:
-                result = profile()
-            except Exception:
-                result, self._works = None, False
-            if self._labelled and self._deferred is not None:
-                self._works = False
-            if self._works:
-                if not self._labelled:
-                    self._works = None
-                return result
-            self._deferred = None
-        return profile()
-
-    def _note_labels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._labelled = kwargs.get("labels") is not None and torch.is_grad_enabled()
-        self._deferred = None
-
-    def _forward_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        if not (self._works and self._labelled):
-            return self._wrapped_head(hidden)
-        self._deferred = hidden.view_as(hidden)
-        return self._deferred
-
-    def _drop_logits(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not (self._works and self._labelled) or not isinstance(output, transformers.utils.ModelOutput):
-            return output
-        return type(output)(**{key: value for key, value in output.items() if key != "logits"})
-
-    def _loss(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        vocab_size: int,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        if logits is not self._deferred:
-            return self._whole_loss(
-                logits,
-                labels,
-                vocab_size,
-                num_items_in_batch=num_items_in_batch,
-                ignore_index=ignore_index,
-                shift_labels=shift_labels,
-                **kwargs,
-            )
-        self._deferred = None
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        hidden = logits.reshape(-1, logits.shape[-1])
-        targets = shift_labels.reshape(-1).to(hidden.device)
-
-        def sum_of_losses(rows: torch.Tensor, row_targets: torch.Tensor) -> torch.Tensor:
-            scores = self._apply_head(rows).float()
-            return nn.functional.cross_entropy(scores, row_targets, ignore_index=ignore_index, reduction="sum")
-
-        chunk_rows = max(_LOGIT_BYTES // (4 * vocab_size), 1)
-        total: torch.Tensor = self._session.call(
-            self._unit, self._path, sum_of_losses, (hidden, targets), {}, kind="LOSS", chunk_rows=chunk_rows
-        )
-        if num_items_in_batch is None:
-            return total / (targets != ignore_index).sum()
-        return total / num_items_in_batch
-
-
-def _is_causal_loss(loss: Callable[..., Any]) -> bool:
-    return getattr(loss, "__name__", "") == "ForCausalLMLoss"

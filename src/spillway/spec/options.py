@@ -70,6 +70,7 @@ class TrainOptions:
     weights: str = "auto"
     states: str = "auto"
     policy: str = "auto"
+    label_smoothing_factor: float = 0.0
     non_finite: str = "stop"
     max_writes: str | None = None
     allow_pickle: bool = False
@@ -103,6 +104,7 @@ class TrainOptions:
             "weights": self.weights,
             "states": self.states,
             "policy": self.policy,
+            "label_smoothing": self.label_smoothing_factor,
         }
 
     def check(self) -> None:
@@ -133,6 +135,8 @@ class TrainOptions:
             _check_size(name, getattr(self, name))
         if self.max_length < 2:
             raise UsageError("--max-length must be at least 2: a token is predicted from the one before it")
+        if not 0 <= self.label_smoothing_factor < 1:
+            raise UsageError(f"--label-smoothing-factor must be in [0, 1), not {self.label_smoothing_factor}")
         if not 0 <= self.warmup_ratio < 1:
             raise UsageError(f"--warmup-ratio must be in [0, 1), not {self.warmup_ratio}")
 

@@ -1,0 +1,131 @@
+"""The head and the loss in pieces: the loss and the gradients of the plain head, and no more memory than a piece."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertForMaskedLM
+
+import models
+import spillway
+from spillway.api import close
+from spillway.assembly import model_profiler, prepared
+from spillway.integrations import loss as chunked
+from spillway.integrations.loss import DeferredLogits
+from spillway.spec.state import EXACT
+
+LR = 0.1
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "_LOGIT_BYTES", 5 * 4 * models.VOCAB)  # five tokens
+
+
+def masked() -> nn.Module:
+    torch.manual_seed(0)
+    return ModernBertForMaskedLM(
+        ModernBertConfig(
+            vocab_size=models.VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            attn_implementation="sdpa",
+            reference_compile=False,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1),
+        )
+    )
+
+
+def one_step(model: nn.Module, store: Path, **more: object) -> tuple[float, dict[str, torch.Tensor], bool]:
+    """The loss, the weights after one plain SGD step, and whether the loss was in pieces."""
+    settings = spillway.SGD(lr=LR, momentum=0.0, max_grad_norm=None)
+    model, optimizer = spillway.prepare(model, settings, store=store, device="cpu", **more)  # type: ignore[arg-type]
+    loss = model(**models.batch("llama", 0)).loss
+    loss.backward()
+    optimizer.step()
+    schedule = prepared(model).session.schedule
+    assert schedule is not None
+    weights = {name: tensor.clone() for name, tensor in spillway.api.read_parameters(model).items()}
+    close(model)
+    return loss.item(), weights, any(shape.kind == "LOSS" for shape in schedule.shapes)
+
+
+def assert_like(plain: nn.Module, loss: torch.Tensor, found: float, weights: dict[str, torch.Tensor]) -> None:
+    loss.backward()
+    torch.testing.assert_close(found, loss.item(), rtol=1e-5, atol=0)
+    for name, param in plain.named_parameters():
+        if param.grad is not None:
+            torch.testing.assert_close(weights[name], param.detach() - LR * param.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("make", (models.llama, models.gemma2, models.mixtral, masked))
+def test_the_loss_in_pieces_is_that_of_the_plain_head(make: object, tmp_path: Path) -> None:
+    plain: nn.Module = make()  # type: ignore[operator]
+    found, weights, in_pieces = one_step(copy.deepcopy(plain), tmp_path)
+    assert in_pieces
+    assert_like(plain, plain(**models.batch("llama", 0)).loss, found, weights)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("make", (models.llama, masked))
+def test_smoothed_labels_are_those_of_torch(make: object, tmp_path: Path) -> None:
+    plain: nn.Module = make()  # type: ignore[operator]
+    found, weights, in_pieces = one_step(copy.deepcopy(plain), tmp_path, label_smoothing=0.1)
+    batch = models.batch("llama", 0)
+    logits, labels = plain(**batch).logits, batch["labels"]
+    if make is models.llama:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+    assert in_pieces
+    assert_like(plain, expected, found, weights)
+
+
+def test_smoothing_is_refused_where_the_loss_is_the_models_own(tmp_path: Path) -> None:
+    for make in (models.t5, models.two_lists):
+        with pytest.raises(spillway.UsageError, match="label smoothing is not for"):
+            one_step(make(), tmp_path, label_smoothing=0.1)
+
+
+def test_logits_stay_whole_where_a_model_does_more_with_them(tmp_path: Path) -> None:
+    plain = models.llama()
+    plain.lm_head.register_forward_hook(lambda module, args, logits: logits - logits.mean(-1, keepdim=True))  # type: ignore[union-attr,operator]
+    found, weights, in_pieces = one_step(copy.deepcopy(plain), tmp_path)
+    assert not in_pieces
+    assert_like(plain, plain(**models.batch("llama", 0)).loss, found, weights)
+
+
+def test_deferred_logits_know_scales_and_soft_caps_alone() -> None:
+    hidden, logits = torch.ones(2, 3), torch.randn(2, 5)
+    found = 2 * torch.tanh((DeferredLogits(hidden) / 30.0).float()) * 30.0
+    assert torch.equal(found.applied(logits), 2 * torch.tanh((logits / 30.0).float()) * 30.0)
+    for wrong in (
+        lambda: DeferredLogits(hidden) * torch.ones(5),
+        lambda: torch.softmax(DeferredLogits(hidden), -1),  # type: ignore[call-overload]
+        lambda: torch.cat([DeferredLogits(hidden)]),  # type: ignore[list-item]
+        lambda: DeferredLogits(hidden)[..., 0],  # type: ignore[index]
+    ):
+        with pytest.raises(TypeError):
+            wrong()
+
+
+def test_a_vocabulary_of_256k_at_8k_tokens_takes_less_than_a_gigabyte() -> None:
+    config = LlamaConfig(
+        vocab_size=256_000,
+        hidden_size=256,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=8192,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16()
+    profile = model_profiler(model, EXACT, 1, 8192, None)
+    head = next(call for call in profile.calls if call.kind == "LOSS")
+    assert 0 < head.work_bytes < 10**9
