@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -80,6 +80,12 @@ def prepared(model: nn.Module) -> Prepared:
 
 def check_fresh(model: nn.Module) -> None:
     """Raise UsageError for a model that streams already, or that has no weights."""
+    wrapped = any(isinstance(module, torch._dynamo.OptimizedModule) for module in model.modules())
+    if wrapped or model._compiled_call_impl is not None:
+        raise UsageError(
+            "torch.compile on a whole model leaves no blocks to stream, and as a function it renames their parameters: "
+            "compile the blocks in place instead, as in `for block in model.model.layers: block.compile()`"
+        )
     if model in _prepared:
         raise UsageError("this model was prepared before: build or load it anew")
     if model not in origins and any(param.is_meta for param in model.parameters()):
@@ -98,8 +104,10 @@ def assemble(
     """Replace the model's forwards by streaming ones. Nothing is loaded before the first batch, or `Session.open`.
     Raises UsageError and DiskError."""
     paths, compute, origin = store_paths(place.store), open_device(place.device), origins.get(model)
-    space_of(request)
     units = find_units(model, form)
+    if any(module._compiled_call_impl is not None for unit in units for _, module in unit.members):
+        request = replace(request, tapes=False)
+    space_of(request)
     in_memory = {name: param.data for name, param in model.named_parameters()} if origin is None else {}
     source: WeightSource = (
         ModuleSource(in_memory) if origin is None else open_source(origin.directory, model, origin.allow_pickle)

@@ -20,6 +20,7 @@ class PlanRequest:
     keep: KeepPoints = LAST_POINT
     activations: str = "auto"  # one of ACTIVATIONS
     policy: str = "auto"  # one of POLICIES
+    tapes: bool = True  # not where blocks are compiled, whose operators nobody sees
     fixed: Placement | None = None  # units already rest where it says: only the step is planned
 
 
@@ -62,6 +63,10 @@ def space_of(request: PlanRequest) -> Space:
         raise UsageError(f"activations='{wanted}' is not one of {', '.join(ACTIVATIONS)}")
     if wanted == "disk" and not request.has_store:
         raise UsageError("activations='disk' needs a store: give the path of a directory on a fast drive")
+    if wanted == "tape" and not request.tapes:
+        raise UsageError("activations='tape' needs blocks that are not compiled: choose 'recompute', 'keep' or 'host'")
+    if not request.tapes:
+        keeps = tuple(level for level in keeps if level != "tape")
     if wanted == "recompute":
         keeps = ()
     elif wanted == "tape":

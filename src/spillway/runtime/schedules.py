@@ -149,6 +149,7 @@ class Schedules:
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
             ExitStack() as stack,
             torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),
         ):
             weights: set[int] = set()
             for unit in self._units:
@@ -191,6 +192,7 @@ class Schedules:
             all_buffers_kept(self._model),
             FakeTensorMode(allow_non_fake_inputs=True),
             ExitStack() as stack,
+            torch.compiler.set_stance("force_eager"),
         ):
             params = {}
             for unit in self._units:
@@ -212,7 +214,7 @@ class Schedules:
     def _profile_real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
         """A forward on real data, one unit at a time, for models whose forward looks at values."""
         self._open_empty()
-        with rng_kept(self._device), all_buffers_kept(self._model):
+        with rng_kept(self._device), all_buffers_kept(self._model), torch.compiler.set_stance("force_eager"):
             return self._record(args, kwargs, Profiler(), is_real=True)
 
     def _record(

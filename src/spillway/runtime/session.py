@@ -180,8 +180,10 @@ class Session:
         for index, unit in enumerate(self.units):
             bind(unit, self._placeholders)
             for path, module in unit.members:
-                original = module.forward
-                module.forward = UnitForward(self, index, path, original)
+                if module._compiled_call_impl is None:
+                    module.forward = UnitForward(self, index, path, module.forward)
+                else:  # by Module.compile: what is compiled is the unit's own forward, not what stands for it
+                    module._compiled_call_impl = UnitForward(self, index, path, module._compiled_call_impl)
         self._hooks = [
             self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.model.register_forward_hook(self._after_forward, always_call=True),
@@ -197,6 +199,8 @@ class Session:
             bind(unit, params)
             for _, module in unit.members:
                 module.__dict__.pop("forward", None)
+                if isinstance(module._compiled_call_impl, UnitForward):
+                    module._compiled_call_impl = module._compiled_call_impl.original
 
     def original_forward(self, module: nn.Module) -> Callable[..., Any]:
         """The forward a unit's member had before it was streamed."""
