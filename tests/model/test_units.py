@@ -50,8 +50,8 @@ def test_a_model_without_lists_is_one_unit_and_sequences_of_blocks_are_cut() -> 
 def test_what_cannot_be_trained_is_named() -> None:
     with pytest.raises(UsageError, match="no parameters"):
         find_units(nn.ReLU())
-    with pytest.raises(UsageError, match=r"torch.float16; train in torch.bfloat16 or torch.float32"):
-        find_units(nn.Linear(2, 2).half())
+    with pytest.raises(UsageError, match=r"torch.float64; train in torch.bfloat16, torch.float16 or torch.float32"):
+        find_units(nn.Linear(2, 2).double())
     mixed = nn.Linear(2, 2)
     mixed.bias.data = mixed.bias.data.to(torch.bfloat16)
     with pytest.raises(UsageError, match="mix torch.bfloat16 and torch.float32"):

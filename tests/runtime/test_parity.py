@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,6 +154,15 @@ def test_bfloat16_gives_the_same_bits_as_fp32_masters(name: str, place: str, tmp
 WAYS = list(itertools.product(("disk", "host", "device", "auto"), UPDATE_MODES, ACTIVATIONS[1:]))
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Without it PyTorch itself scatters to experts in an order that changes from run to run."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("name", tuple(models.MODELS))
 def test_placement_update_mode_and_activations_never_change_bits(name: str, tmp_path: Path) -> None:
     results = []

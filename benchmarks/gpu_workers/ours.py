@@ -1,0 +1,54 @@
+"""Ours: `ours.py '{"shape": ..., "rows": ..., ...}'`. After the steps a line of facts about the plan."""
+
+import json
+import sys
+
+from common import make_model, run
+
+import spillway
+from spillway.assembly import prepared
+
+given = json.loads(sys.argv[1])
+model = make_model(given["shape"], given["device"])
+settings = spillway.AdamW(lr=1e-5, max_grad_norm=given["clip"], moments=given["moments"])
+model, optimizer = spillway.prepare(
+    model,
+    settings,
+    store=given["store"],
+    device=given["device"],
+    micro_batch=given["micro"],
+    keep=spillway.KeepPoints(1, of_memory=False),
+    **given["options"],
+)
+model.train()
+
+
+def step(ids):
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+run(step, given["rows"], given["shape"], given["device"], given["seconds"])
+schedule = prepared(model).session.schedule
+plan, placement, trace = schedule.plan, schedule.plan.placement, optimizer.last_result.traces[-1]
+tiers = {
+    part: {tier: [getattr(unit, part) for unit in placement.units].count(tier) for tier in ("device", "host", "disk")}
+    for part in ("weights", "states")
+}
+facts = {
+    "update": placement.update,
+    "window": placement.window,
+    "kept": sorted({f"{kept.tier}{'+tape' if kept.tape else ''}{'+all' if kept.everything else ''}"
+                    for kept in placement.acts}),
+    "deferring": sum(unit.defers for unit in placement.units),
+    "visiting": sum(unit.visits for unit in placement.units),
+    "predicted_seconds": plan.step_seconds,
+    "bottleneck": plan.bottleneck,
+    "planned_peaks": {"device": plan.peaks.device, "host": plan.peaks.host, "disk": plan.peaks.disk},
+    "busy": {lane: seconds / trace.seconds for lane, seconds in trace.busy_s().items()},
+    **tiers,
+}  # fmt: skip
+print(json.dumps({"facts": facts}), flush=True)
+spillway.close(model)
