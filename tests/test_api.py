@@ -255,7 +255,7 @@ def test_an_earlier_run_in_the_store_is_resumed_or_refused_but_never_overwritten
 def test_logits_are_never_whole_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from spillway.integrations import loss as chunked
 
-    monkeypatch.setattr(chunked, "_LOGIT_BYTES", 4 * models.VOCAB * 5)
+    monkeypatch.setitem(chunked._LOGIT_BYTES, "cpu", 4 * models.VOCAB * 5)
     plain = models.llama()
     model, optimizer = spillway.prepare(
         copy.deepcopy(plain), spillway.AdamW(lr=1e-3, max_grad_norm=1.0), store=tmp_path / "s", device="cpu"

@@ -122,7 +122,8 @@ def assemble(
     layouts = [unit.layout for unit in units]
     store = PlacedStore(layouts, geometry, budget, compute.allocate, compute.pin, points.found, request.keep)
     planner = Planner(compute, units, paths, budget, request, form)
-    threads = psutil.cpu_count(logical=True) or 1
+    cores = psutil.cpu_count(logical=True) or 1
+    threads = cores if compute.kind == "cpu" else max(cores - 2, 1)  # a GPU wants to be fed
     session = Session(model, units, compute, planner, store, request.accumulation, micro_batch, threads)
     _move_buffers(model, compute)
     parts = Prepared(

@@ -5,8 +5,6 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from spillway.hardware.limits import free_host_bytes, process_bytes
 from spillway.hardware.probe import measure
 from spillway.model.units import Unit
@@ -21,6 +19,8 @@ from spillway.spec.sizes import format_size, parse_size
 from spillway.spec.state import StateFormat
 from spillway.store.disk import Geometry, free_on
 
+# Workspaces of matrix products, one for each thread that computes, and kernels that are loaded when first used.
+_DEVICE_RESERVE = 400 << 20
 # What libraries, threads and the user's data still take after the plan was made.
 _PROCESS_RESERVE = 160 << 20
 
@@ -49,10 +49,19 @@ def make_budget(
         )
         host = int(0.95 * most)
     host = min(host, most)
-    have_device = _size(device_memory, "device_memory")
-    if have_device is None:
-        free = host if device.kind == "cpu" else torch.cuda.mem_get_info(device.torch_device)[0]
-        have_device = int(0.95 * free) if device.kind != "cpu" else free
+    have_device, free = _size(device_memory, "device_memory"), device.free_bytes()
+    if free is None:
+        have_device = host if have_device is None else have_device
+    else:
+        usable = int(0.95 * free)
+        if have_device is not None and have_device > usable:
+            warnings.warn(
+                f"device_memory is {format_size(have_device)} and {format_size(free)} are free on the device: "
+                f"{format_size(usable)} are used",
+                BudgetWarning,
+                stacklevel=3,
+            )
+        have_device = max(min(have_device or usable, usable) - _DEVICE_RESERVE, 0)
     disk = _size(disk_memory, "disk_memory")
     free_disk = 0
     if geometry is not None:
@@ -107,7 +116,6 @@ class Planner:
                 self._device.torch_device,
                 self._dtype,
                 self._paths,
-                lambda target, source: self._device.copy("upload", target, source, []),
                 rows,
                 hidden,
                 self._form,

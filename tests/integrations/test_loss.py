@@ -21,7 +21,7 @@ LR = 0.1
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "_LOGIT_BYTES", 5 * 4 * models.VOCAB)  # five tokens
+    monkeypatch.setitem(chunked._LOGIT_BYTES, "cpu", 5 * 4 * models.VOCAB)  # five tokens
 
 
 def masked() -> nn.Module:

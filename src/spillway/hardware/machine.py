@@ -53,13 +53,8 @@ def _measured(paths: tuple[Path, ...], refresh: bool) -> HardwareSpec:
         except (OSError, ValueError, KeyError, TypeError):
             pass  # never measured, or by another version
 
-    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
     room = min(_ROOM_BYTES, free_host_bytes() // 2)
-    found = measure(device, torch.bfloat16, paths, copy, _ROWS, _HIDDEN, EXACT, room)
+    found = measure(device, torch.bfloat16, paths, _ROWS, _HIDDEN, EXACT, room)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(".new")

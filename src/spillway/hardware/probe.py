@@ -30,7 +30,6 @@ def measure(
     device: torch.device,
     dtype: torch.dtype,
     paths: tuple[Path, ...],
-    copy: Callable[[torch.Tensor, torch.Tensor], None],
     rows: int,
     hidden: int,
     form: StateFormat,
@@ -38,9 +37,8 @@ def measure(
 ) -> HardwareSpec:
     """Rates of the device for `dtype`, of the links, of the drives under `paths`, and of the CPU's update.
 
-    `copy(target, source)` moves bytes between host and device and returns when they are there. `rows` tokens at a time
-    of width `hidden` are what the model computes; `form` is what its optimizer keeps. No more than `room_bytes` of host
-    memory are taken. Measured once per process, device, dtype, set of drives and shape.
+    `rows` tokens at a time of width `hidden` are what the model computes; `form` is what its optimizer keeps. No more
+    than `room_bytes` of host memory are taken. Measured once per process, device, dtype, set of drives and shape.
     """
     for path in paths:
         _make(path)
@@ -51,7 +49,7 @@ def measure(
     key = (device, dtype, drives, rows, hidden, form)
     known = _measured.get(key)
     if known is None:
-        known = _measured[key] = _measure(device, dtype, paths, copy, rows, hidden, form, room_bytes)
+        known = _measured[key] = _measure(device, dtype, paths, rows, hidden, form, room_bytes)
     return known
 
 
@@ -59,30 +57,48 @@ def _measure(
     device: torch.device,
     dtype: torch.dtype,
     paths: tuple[Path, ...],
-    copy: Callable[[torch.Tensor, torch.Tensor], None],
     rows: int,
     hidden: int,
     form: StateFormat,
     room_bytes: int,
 ) -> HardwareSpec:
     copied = _within(_COPY_BYTES, room_bytes // 16)
-    host = torch.ones(copied, dtype=torch.uint8)
+    host = torch.ones(copied, dtype=torch.uint8, pin_memory=device.type == "cuda")  # as the arena is
     there = torch.ones(copied, dtype=torch.uint8, device=device)
     read, write, together = 1e18, 1e18, 1.0
     if paths:
         read, write, together = _disk_rates(paths, _within(_DISK_BYTES, room_bytes // 8))
-    return HardwareSpec(
+    elements, cpu = _within(1 << 22, room_bytes // 128), torch.device("cpu")
+    update = _update_rate(cpu, form, elements, with_checksums=bool(paths))
+    found = HardwareSpec(
         device.type,
         block_flops(device, dtype, rows, hidden),
-        copied / best_seconds(lambda: copy(there, host)),
-        copied / best_seconds(lambda: copy(host, there)),
+        copied / best_seconds(lambda: _copy(there, host)),
+        copied / best_seconds(lambda: _copy(host, there)),
         read,
         write,
-        _update_rate(form, _within(1 << 22, room_bytes // 128), with_checksums=bool(paths)),
+        update,
         copied / best_seconds(lambda: sum_squares(host.view(torch.float32), os.cpu_count() or 1)),
         cores_shared=device.type == "cpu",
         disk_together=together,
+        device_update_params_per_s=update if device == cpu else _update_rate(device, form, 1 << 24, False),
     )
+    if device.type == "cuda":  # what was measured in is not to be counted as anybody's
+        del host, there
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return found
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+    _finish(target.device if target.is_cuda else source.device)
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for a device that computes by itself."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def best_seconds(work: Callable[[], object], times: int = 3) -> float:
@@ -123,8 +139,7 @@ def block_flops(device: torch.device, dtype: torch.dtype, rows: int, hidden: int
             forward()
         with torch.enable_grad():
             torch.autograd.grad(forward().sum(), [x, project, back, up, down])
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _finish(device)
 
     weights = sum(matrix.numel() for matrix in (project, back, up, down))
     return 4 * (2 * rows * weights + 4 * rows * rows * hidden) / best_seconds(step)
@@ -135,24 +150,24 @@ def _within(wanted: int, room: int) -> int:
     return max(min(wanted, room) >> 20, 1) << 20
 
 
-def _update_rate(form: StateFormat, elements: int, with_checksums: bool) -> float:
+def _update_rate(device: torch.device, form: StateFormat, elements: int, with_checksums: bool) -> float:
     """Parameters a second, with bfloat16 weights and gradients, and with the checksums of what goes to disk."""
     layout = lay_out([("probe", (elements,), torch.bfloat16, True)], form)
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
     def made(name: str, kind: torch.dtype) -> torch.Tensor | None:
         part = layout.component(name)
-        return None if part is None else torch.zeros(part.num_bytes // kind.itemsize, dtype=kind)
+        return None if part is None else torch.zeros(part.num_bytes // kind.itemsize, dtype=kind, device=device)
 
     arrays = StateRange(
         form,
         0,
-        torch.zeros(elements, dtype=torch.bfloat16),
+        torch.zeros(elements, dtype=torch.bfloat16, device=device),
         made("low", torch.int16 if form.low_bits == 16 else torch.uint8),
         made("m", kinds[form.moments]),
         made("v", kinds[form.moments]),
         made("scales", torch.uint8),
-        torch.ones(elements, dtype=torch.bfloat16),
+        torch.ones(elements, dtype=torch.bfloat16, device=device),
     )
     hyper = Hyper(1e-5, 0.9, 0.999, 1e-8, 0.0, 1)
     checks, content = ExtentChecks(layout), torch.zeros(layout.extent_bytes if with_checksums else 0, dtype=torch.uint8)
@@ -160,6 +175,7 @@ def _update_rate(form: StateFormat, elements: int, with_checksums: bool) -> floa
 
     def update() -> None:
         update_range(arrays, hyper, 1.0, threads)
+        _finish(device)
         if with_checksums:
             checks.feed(0, content, threads)
 

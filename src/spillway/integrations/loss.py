@@ -11,8 +11,8 @@ from torch import nn
 from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
 
-# Logits of one piece of the loss, in float32.
-_LOGIT_BYTES = 64 << 20
+# Logits of one piece of the loss, in float32: where a GPU computes, larger ones, for every piece reads the head anew.
+_LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 # The losses of transformers that this stands for; whether labels are shifted by one in them.
 _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 
@@ -180,7 +180,7 @@ class ChunkedLoss:
 
         if isinstance(logits, DeferredLogits):
             deferred, hidden = logits, logits.hidden.reshape(-1, logits.hidden.shape[-1])
-            targets, chunk_rows = targets.to(hidden.device), max(_LOGIT_BYTES // (4 * vocab_size), 1)
+            targets, chunk_rows = targets.to(hidden.device), self._piece_rows(vocab_size)
             total = self._session.call(
                 self._unit, self._path, of_hidden, (hidden, targets), {}, kind="LOSS", chunk_rows=chunk_rows
             )
@@ -188,6 +188,9 @@ class ChunkedLoss:
             targets = targets.to(logits.device)
             total = sum_of_losses(logits.reshape(-1, vocab_size), targets)
         return total / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
+
+    def _piece_rows(self, vocab_size: int) -> int:
+        return max(_LOGIT_BYTES[self._session.device.kind] // (4 * vocab_size), 1)
 
 
 def install_loss(model: transformers.PreTrainedModel, session: Session, label_smoothing: float) -> None:

@@ -18,6 +18,8 @@ _TYPES = {
     torch.float16: native.FLOAT16,
     torch.uint8: native.EIGHT_BIT,
 }
+# Elements at a time with PyTorch's operators; each is a launch of a kernel.
+_BLOCKS = {"cpu": 1 << 20, "cuda": 1 << 22}
 _RULES = {"adamw": native.ADAMW, "lion": native.LION, "sgd": native.SGD}
 
 
@@ -106,7 +108,10 @@ def sum_squares(grad: torch.Tensor, threads: int) -> float:
     """Sum of squares of a contiguous float32, bfloat16 or float16 tensor in double precision."""
     if native.available() and grad.device.type == "cpu":
         return native.sum_squares(grad.data_ptr(), _TYPES[grad.dtype], grad.numel(), threads)
-    return float(sum(part.double().square().sum().item() for part in grad.split(1 << 20)))
+    total = torch.zeros((), dtype=torch.float64, device=grad.device)
+    for part in grad.split(_BLOCKS[grad.device.type]):
+        total += part.double().square().sum()
+    return float(total.item())  # the only one that waits for a device
 
 
 def join_master(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -165,8 +170,9 @@ def _address(array: torch.Tensor | None) -> int | None:
     return None if array is None else array.data_ptr()
 
 
-def _update_plain(arrays: StateRange, hyper: Hyper, grad_scale: float, block: int = 1 << 20) -> None:
+def _update_plain(arrays: StateRange, hyper: Hyper, grad_scale: float) -> None:
     """The same with PyTorch's operators, a block at a time so that no temporary is large."""
+    block = _BLOCKS[arrays.weight.device.type]
     for start in range(0, arrays.weight.numel(), block):
         _update_block(arrays.narrow(start, min(block, arrays.weight.numel() - start)), hyper, grad_scale)
 

@@ -12,7 +12,7 @@ from spillway.spec.errors import UsageError
 
 
 class Device(Protocol):
-    """Where units compute. Events are opaque: made by `mark`, awaited by `copy`."""
+    """Where units compute. Events are opaque: made by `mark`, awaited by `settle` and `wait`."""
 
     kind: str
     torch_device: torch.device
@@ -23,17 +23,26 @@ class Device(Protocol):
     def pin(self, buffer: torch.Tensor) -> Callable[[], None]:
         """Make a host buffer fast to copy from and to, until the function that is returned is called."""
 
-    def copy(self, lane: str, target: torch.Tensor, source: torch.Tensor, after: list[object]) -> None:
-        """Copy on the lane's own stream once every event of `after` has passed; returns when the copy is over."""
+    def copy(self, lane: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on the lane's own stream; returns when the copy is over."""
 
-    def lane(self, lane: str, after: list[object]) -> AbstractContextManager[None]:
-        """Operators inside run on the lane after the events, and are over at its end."""
+    def lane(self, lane: str) -> AbstractContextManager[None]:
+        """Operators inside run on the lane, and are over at its end."""
+
+    def settle(self, events: list[object]) -> None:
+        """Return when the events have passed."""
 
     def mark(self) -> object:
         """An event that passes when the compute submitted so far is over; None where it already is."""
 
     def wait(self, events: list[object]) -> None:
         """Let compute submitted from now on wait for the events."""
+
+    def seconds_between(self, first: object, second: object) -> float | None:
+        """Between two events that have passed; None where compute is over when its call returns."""
+
+    def free_bytes(self) -> int | None:
+        """Of the device's own memory; None where that is host memory."""
 
     def peak_bytes(self) -> int:
         """Most bytes the process has held on the device; 0 where that is host memory and counted there."""
@@ -53,13 +62,16 @@ class CpuDevice:
         """Nothing to do."""
         return lambda: None
 
-    def copy(self, lane: str, target: torch.Tensor, source: torch.Tensor, after: list[object]) -> None:
-        """A plain copy; compute is synchronous, so there is never an event to wait for."""
+    def copy(self, lane: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A plain copy."""
         target.copy_(source)
 
-    def lane(self, lane: str, after: list[object]) -> AbstractContextManager[None]:
+    def lane(self, lane: str) -> AbstractContextManager[None]:
         """The lane's thread computes."""
         return nullcontext()
+
+    def settle(self, events: list[object]) -> None:
+        """Nothing to wait for."""
 
     def mark(self) -> object:
         """Compute is over when its call returns."""
@@ -67,6 +79,14 @@ class CpuDevice:
 
     def wait(self, events: list[object]) -> None:
         """Nothing to wait for."""
+
+    def seconds_between(self, first: object, second: object) -> float | None:
+        """The caller's clock tells."""
+        return None
+
+    def free_bytes(self) -> int | None:
+        """Counted as host memory."""
+        return None
 
     def peak_bytes(self) -> int:
         """Counted as host memory."""
@@ -109,35 +129,38 @@ class CudaDevice:
 
         def unpin() -> None:
             if self._pinned.pop(address, None) is not None:
-                torch.cuda.synchronize(self.torch_device)
-                torch.cuda.cudart().cudaHostUnregister(address)
+                try:
+                    torch.cuda.synchronize(self.torch_device)
+                finally:  # after an error of the device, too: files and locks have still to be given back
+                    torch.cuda.cudart().cudaHostUnregister(address)
 
         return unpin
 
-    def copy(self, lane: str, target: torch.Tensor, source: torch.Tensor, after: list[object]) -> None:
+    def copy(self, lane: str, target: torch.Tensor, source: torch.Tensor) -> None:
         """Blocks the lane's thread, not the GPU and not the interpreter."""
         stream = self._streams[lane]
         host = source if target.is_cuda else target
         with torch.cuda.stream(stream):
-            for event in after:
-                stream.wait_event(event)  # type: ignore[arg-type]
             if host.is_cuda or self._is_pinned(host) or host.numel() * host.element_size() == 0:
                 target.copy_(source, non_blocking=True)
-                over = torch.cuda.Event()
-                over.record(stream)
-                over.synchronize()
+                _pass(stream)
             else:
                 self._copy_through_ring(lane, stream, target, source)
 
     @contextmanager
-    def lane(self, lane: str, after: list[object]) -> Iterator[None]:
-        """Operators inside run on the lane's stream, after the events, and are over at its end."""
+    def lane(self, lane: str) -> Iterator[None]:
+        """Operators inside run on the lane's stream, and are over at its end, however it ends."""
         stream = self._streams[lane]
-        with torch.cuda.stream(stream):
-            for event in after:
-                stream.wait_event(event)  # type: ignore[arg-type]
-            yield
-        stream.synchronize()
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            _pass(stream)
+
+    def settle(self, events: list[object]) -> None:
+        """Sleeps; a core that spins would be missing to the optimizer."""
+        for event in events:
+            event.synchronize()  # type: ignore[attr-defined]
 
     def _is_pinned(self, host: torch.Tensor) -> bool:
         start, size = host.data_ptr(), host.numel() * host.element_size()
@@ -171,7 +194,7 @@ class CudaDevice:
                 to[part].copy_(chunk, non_blocking=True)
             else:
                 chunk.copy_(of[part], non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)
             event.record(stream)
             pending[turn] = (event, part, chunk)
         settle(0)
@@ -179,7 +202,7 @@ class CudaDevice:
 
     def mark(self) -> object:
         """An event on the stream the user computes on."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
@@ -188,17 +211,35 @@ class CudaDevice:
         for event in events:
             torch.cuda.current_stream(self.torch_device).wait_event(event)  # type: ignore[arg-type]
 
+    def seconds_between(self, first: object, second: object) -> float | None:
+        """By the device's clock."""
+        second.synchronize()  # type: ignore[attr-defined]
+        milliseconds: float = first.elapsed_time(second)  # type: ignore[attr-defined]
+        return milliseconds / 1000
+
+    def free_bytes(self) -> int | None:
+        """As the driver says, with what PyTorch keeps and does not use given back."""
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
     def peak_bytes(self) -> int:
         """What PyTorch's allocator had reserved at most."""
         return torch.cuda.max_memory_reserved(self.torch_device)
 
 
+def _pass(stream: torch.cuda.Stream) -> None:
+    """Return when what was submitted to the stream is over, without spinning."""
+    over = torch.cuda.Event(blocking=True)
+    over.record(stream)
+    over.synchronize()
+
+
 def _forget_last_error() -> None:
-    """A refused registration must not surface at the next kernel launch. PyTorch does not offer this call."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "libcudart" in line:
-            ctypes.CDLL(line.split()[-1]).cudaGetLastError()
-            return
+    """A refused registration must not surface at the next kernel launch. PyTorch does not offer this call. There may be
+    several runtimes in the process; which of them refused is not told."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    for library in {line.split()[-1] for line in lines if "libcudart" in line}:
+        ctypes.CDLL(library).cudaGetLastError()
 
 
 def open_device(name: str) -> Device:

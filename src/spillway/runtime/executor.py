@@ -5,6 +5,7 @@ does."""
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from spillway.runtime.device import Device
 from spillway.spec.errors import invariant
@@ -12,10 +13,18 @@ from spillway.spec.plan import LANES, Op
 from spillway.spec.trace import Span, Trace
 from spillway.store.arena import SlabPools
 
-# Carries out an operation on its lane; the events are those after which its slabs and inputs may be touched.
-Handler = Callable[[Op, list[object]], None]
+# Carries out an operation on its lane.
+Handler = Callable[[Op], None]
 
 _THREAD_LANES = LANES[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The start of a compute operation: seconds since the list began, and an event."""
+
+    seconds: float
+    mark: object
 
 
 class Executor:
@@ -29,6 +38,8 @@ class Executor:
         self._pools: SlabPools | None = None
         self._done: list[bool] = []
         self._events: dict[int, object] = {}
+        self._marks: dict[int, tuple[object, object]] = {}  # around the work of compute operations on the device
+        self._first_mark: object = None
         self._compute: list[Op] = []
         self._next_compute = 0
         self._running = 0
@@ -57,7 +68,8 @@ class Executor:
             self._pools = pools
             self._ops = ops
             self._done = [False] * len(ops)
-            self._events = {}
+            self._events, self._marks = {}, {}
+            self._first_mark = self._device.mark()
             self._compute = [op for op in ops if op.lane == "compute"]
             self._next_compute = 0
             self._error = self._failed = None
@@ -88,8 +100,8 @@ class Executor:
         with self._changed:
             return self._compute[self._next_compute] if self._next_compute < len(self._compute) else None
 
-    def begin_compute(self, op: Op) -> float:
-        """Wait until the next compute operation may run, with its leases; gives its start for `end_compute`."""
+    def begin_compute(self, op: Op) -> "Begun":
+        """Wait until the next compute operation may run, with its leases; the answer is for `end_compute`."""
         with self._changed:
             self._raise_failure()
             invariant(self._compute[self._next_compute] is op, f"{op.kind} of call {op.call} is not next on its lane")
@@ -97,12 +109,13 @@ class Executor:
             self._raise_failure()
             invariant(events is not None, "the step was given up while it was computing")
         self._device.wait(events or [])
-        return self.seconds
+        return Begun(self.seconds, self._device.mark())
 
-    def end_compute(self, op: Op, start: float) -> None:
+    def end_compute(self, op: Op, begun: "Begun") -> None:
         """Mark the operation done; its leases carry the event that ends its work on the device."""
         event = self._device.mark()
-        self._finish(op, event, start)
+        self._marks[op.id] = (begun.mark, event)
+        self._finish(op, event, begun.seconds)
         self._next_compute += 1
 
     def skip_compute(self, op: Op) -> None:
@@ -115,7 +128,17 @@ class Executor:
         with self._changed:
             self._changed.wait_for(lambda: self._running == 0)
             self._raise_failure()
-        return Trace(tuple(self._spans), max((span.end_s for span in self._spans), default=0.0))
+        spans = tuple(map(self._by_device, self._spans))
+        return Trace(spans, max((span.end_s for span in spans), default=0.0))
+
+    def _by_device(self, span: Span) -> Span:
+        """When compute was really done: its call may return as soon as it is submitted."""
+        if span.op not in self._marks:
+            return span
+        start, end = self._marks[span.op]
+        begin = self._device.seconds_between(self._first_mark, start)
+        length = self._device.seconds_between(start, end)
+        return span if begin is None or length is None else replace(span, start_s=begin, end_s=begin + length)
 
     @property
     def has_failed(self) -> bool:
@@ -152,6 +175,11 @@ class Executor:
             if self._pools is not None:
                 self._pools.abandon()
 
+    def forget_pools(self) -> None:
+        """Let go of the slabs of the last list."""
+        invariant(self.idle, "slabs are taken away within a step")
+        self._pools = None
+
     def close(self) -> None:
         """End the lanes."""
         self.abandon()
@@ -187,8 +215,9 @@ class Executor:
                 events = self._acquire(op)
             if events is None:
                 return False
+            self._device.settle(events)
             start = self.seconds
-            self._handler(op, events)
+            self._handler(op)
             self._finish(op, None, start)
             return True
         except BaseException as error:

@@ -54,6 +54,7 @@ class Graph:
         self.shapes = [tensor.shape for tensor in inputs]
         self._moves = moves
         self._leaves = leaves
+        self._device = slot.device
         self._slot_address = _address(slot)
         self._slot_start = slot.storage_offset()
         self._shared = {_address(tensor) for tensor in shared}
@@ -73,7 +74,9 @@ class Graph:
         start = tensor.storage_offset() * tensor.itemsize
         if address == self._slot_address:
             return _Place(_SLOT, tensor.dtype, tensor.shape, tensor.stride(), start - self._slot_start)
-        if not self._moves or address in self._shared or not tensor.numel():
+        # Kernels on a device save some tensors of the host: the seed of attention's dropout, for one.
+        elsewhere = tensor.device != self._device
+        if not self._moves or elsewhere or address in self._shared or not tensor.numel():
             return tensor.detach()
         number = self._numbers.setdefault(address, len(self._numbers))
         if number not in self._held:

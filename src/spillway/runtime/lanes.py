@@ -85,10 +85,10 @@ class LaneWorker:
         self.step = StepState()
         self.on_rest: Callable[[], None] = _nothing  # called when the late updates of a step are at rest
 
-    def __call__(self, op: Op, events: list[object]) -> None:
+    def __call__(self, op: Op) -> None:
         """Run one operation of a thread lane."""
         run = getattr(self, f"_{op.kind.lower()}_{op.group}", None) or getattr(self, f"_{op.kind.lower()}")
-        run(op, self._homes.units[op.unit], events)
+        run(op, self._homes.units[op.unit])
 
     def _skips(self, op: Op) -> bool:
         """Whether a late operation has nothing to do: no step went before, or the unit was updated in it."""
@@ -102,19 +102,19 @@ class LaneWorker:
 
     # Weights #
 
-    def _read_weight(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _read_weight(self, op: Op, home: UnitHome) -> None:
         if self._skips(op):
             return
         index = home.current if op.source == HOME or home.written is None else home.written
         extent = Extent(home.extents[index].offset, home.layout.weight_bytes)
         self._homes.need_disk().read(self._homes.read_engine, extent, self._buffer(op.target))
 
-    def _upload_weight(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _upload_weight(self, op: Op, home: UnitHome) -> None:
         source = home.weight if op.source == HOME else self._buffer(op.source)
         target = home.device_weight if op.target == HOME else self._buffer(op.target)
         if op.stop and source is not None and target is not None:  # straight from an update
             part = SlabRange(home, op.start, op.stop)
-            self._device.copy("upload", part.weight_in_slot(target), part.weight_in_slab(source), events)
+            self._device.copy("upload", part.weight_in_slot(target), part.weight_in_slab(source))
             return
         if self._skips(op):
             return
@@ -122,32 +122,32 @@ class LaneWorker:
         if source is not None and target is not None:
             size = home.layout.weight_bytes
             self.step.in_place |= op.target == HOME and not op.late
-            self._device.copy("upload", target[:size], source[:size], events)
+            self._device.copy("upload", target[:size], source[:size])
 
     # Activations #
 
-    def _download_act(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _download_act(self, op: Op, home: UnitHome) -> None:
         buffer, at = self._buffer(op.target), 0
         for tensor in self.step.acts.pop(op.call, ()):  # none where a forward that was given up is run out
             size = tensor.numel() * tensor.element_size()
-            self._device.copy("download", buffer[at : at + size].view(tensor.dtype).view(tensor.shape), tensor, events)
+            self._device.copy("download", buffer[at : at + size].view(tensor.dtype).view(tensor.shape), tensor)
             at += -(-size // 4096) * 4096
 
-    def _write_act(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _write_act(self, op: Op, home: UnitHome) -> None:
         extent = self.step.act_extents[op.call]
         move = (extent, self._buffer(op.source)[: extent.num_bytes])
         self._homes.need_disk().write_all(self._homes.write_engine, [move])
 
-    def _read_act(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _read_act(self, op: Op, home: UnitHome) -> None:
         self._homes.need_disk().read(self._homes.read_engine, self.step.act_extents[op.call], self._buffer(op.target))
 
-    def _upload_act(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _upload_act(self, op: Op, home: UnitHome) -> None:
         size = int(op.amount)
-        self._device.copy("upload", self._buffer(op.target)[:size], self._buffer(op.source)[:size], events)
+        self._device.copy("upload", self._buffer(op.target)[:size], self._buffer(op.source)[:size])
 
     # Gradients #
 
-    def _download_grad(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _download_grad(self, op: Op, home: UnitHome) -> None:
         if op.unit not in self.step.fresh:
             return  # autograd did not reach this unit
         source = home.device_grad if op.source == HOME else self._buffer(op.source)
@@ -155,7 +155,7 @@ class LaneWorker:
         invariant(source is not None and target is not None, f"unit {op.unit} has no gradient to download")
         if source is not None and target is not None:
             size = home.layout.grad_bytes
-            self._device.copy("download", target[:size], source[:size], events)
+            self._device.copy("download", target[:size], source[:size])
         if not (op.target != HOME and home.grad is not None):
             home.has_grad = True
 
@@ -165,7 +165,7 @@ class LaneWorker:
             return self._buffer(op.source)
         return home.device_grad if home.where.states == "device" else home.grad
 
-    def _accumulate(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _accumulate(self, op: Op, home: UnitHome) -> None:
         if op.unit not in self.step.fresh or home.grad is None:
             return
         size, dtype = home.layout.grad_bytes, home.layout.dtype
@@ -176,7 +176,7 @@ class LaneWorker:
             old.copy_(new)
         home.has_grad = True
 
-    def _norm(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _norm(self, op: Op, home: UnitHome) -> None:
         if op.unit < 0:
             self._require_finite()
             self.step.own.scale = self.step.own.clipping.of_all(self.step.grad_norm())
@@ -189,7 +189,7 @@ class LaneWorker:
         if grad is None:
             return
         elements = grad[: home.layout.grad_bytes].view(home.layout.dtype)[: home.layout.num_trainable]
-        with self._device.lane("update", events):
+        with self._device.lane(op.lane):
             total = sum_squares(elements, self._threads)
         if not math.isfinite(total):
             self.step.non_finite = op.unit
@@ -205,7 +205,7 @@ class LaneWorker:
                 f"applied and the last saved point is intact: lower the learning rate or look at the batch"
             )
 
-    def _write_grad(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _write_grad(self, op: Op, home: UnitHome) -> None:
         invariant(home.spill is not None, f"unit {op.unit} has no room on disk for its gradient")
         if home.spill is not None and home.has_grad:
             move = (home.spill, self._buffer(op.source)[: home.spill.num_bytes])
@@ -213,26 +213,26 @@ class LaneWorker:
 
     # Updates #
 
-    def _read_state(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _read_state(self, op: Op, home: UnitHome) -> None:
         part = SlabRange(home, op.start, op.stop)
         moves = part.reads(self._buffer(op.target))
         if self._skips(op):  # its weights may be fetched this way all the same
             moves = part.weight_reads(self._buffer(op.target))
         self._homes.need_disk().read_all(self._homes.read_engine, moves)
 
-    def _update(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _update(self, op: Op, home: UnitHome) -> None:
         due = self.step.late if op.late else self.step.own
         if due is None or self._skips(op):
             return
         if home.where.visits:
-            self._update_visitor(op, home, due, events)
+            self._update_visitor(op, home, due)
             return
         slab = None if op.target == HOME else self._buffer(op.target)
         part = SlabRange(home, op.start, op.stop)
         if not self._may_change(op, due, slab is not None and part.is_written):
             return
         if op.unit in due.units:
-            with self._device.lane(op.lane, events):
+            with self._device.lane(op.lane):
                 self._apply(op, home, due, part.arrays(slab, self._grad_at(op, home)))
         if slab is not None:
             part.check(slab, self._threads)
@@ -250,33 +250,33 @@ class LaneWorker:
 
     # Updates on the device, of states that rest elsewhere #
 
-    def _upload_state(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _upload_state(self, op: Op, home: UnitHome) -> None:
         if self._skips(op):
             return
         here, there = self._visitor(op, home, op.source, op.target)
         for source, target in zip(here, there, strict=True):
-            self._device.copy("upload", target, source, events)
+            self._device.copy("upload", target, source)
 
-    def _upload_grad(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _upload_grad(self, op: Op, home: UnitHome) -> None:
         due = self.step.late if op.late else self.step.own
         if self._skips(op) or due is None or op.unit not in due.units:
             return
         part, grads = SlabRange(home, op.start, op.stop), self._grad_at(op, home)
         there = laid_in(part.blank(), self._buffer(op.target)).grad
-        self._device.copy("upload", there, part.grad(grads, grads), events)
+        self._device.copy("upload", there, part.grad(grads, grads))
 
-    def _update_visitor(self, op: Op, home: UnitHome, due: Due, events: list[object]) -> None:
+    def _update_visitor(self, op: Op, home: UnitHome, due: Due) -> None:
         if self._may_change(op, due, SlabRange(home, op.start, op.stop).is_written) and op.unit in due.units:
             there = laid_in(SlabRange(home, op.start, op.stop).blank(), self._buffer(op.target))
-            with self._device.lane(op.lane, events):
+            with self._device.lane(op.lane):
                 self._apply(op, home, due, there)
 
-    def _download_state(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _download_state(self, op: Op, home: UnitHome) -> None:
         if self._skips(op):
             return
         here, there = self._visitor(op, home, op.target, op.source)
         for source, target in zip(there, here, strict=True):
-            self._device.copy("download", target, source, events)
+            self._device.copy("download", target, source)
         if op.target != HOME:
             SlabRange(home, op.start, op.stop).check(self._buffer(op.target), self._threads)
 
@@ -300,13 +300,13 @@ class LaneWorker:
                 due.clipping.clamp(part.grad, due.loss_scale)
                 update_range(part, due.hypers[group], due.factor(op.unit), self._threads)
 
-    def _write_state(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _write_state(self, op: Op, home: UnitHome) -> None:
         if self._skips(op):
             return
         moves = SlabRange(home, op.start, op.stop).writes(self._buffer(op.source))
         self._homes.need_disk().write_all(self._homes.write_engine, moves)
 
-    def _commit(self, op: Op, home: UnitHome, events: list[object]) -> None:
+    def _commit(self, op: Op, home: UnitHome) -> None:
         if self.step.late is None if op.late else self.step.guessed_wrong:
             return
         if self._homes.disk is not None and any(unit.written is not None for unit in self._homes.units):

@@ -155,7 +155,7 @@ class Session:
         self.store.close()
 
     def _ensure_open(self, schedule: Schedule) -> None:
-        if not self.is_open or self._executor is None:
+        if not self.is_open or self._executor is None or self._worker is None:
             with torch.inference_mode(False):
                 self.store.open(schedule.plan, schedule.profile)
             self._worker = LaneWorker(
@@ -167,6 +167,8 @@ class Session:
             invariant(self._executor.idle, "the plan changed within a step")
             self.schedule = schedule
         if self.store.pools is None or self._laid is not schedule:
+            self._worker.pools = None
+            self._executor.forget_pools()
             self.store.name_slabs(schedule.plan, schedule.profile)
             with torch.inference_mode(False):
                 self.store.lay_slabs(schedule.plan)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.operators import class_of
-from spillway.spec.errors import invariant
+from spillway.spec.errors import UsageError, invariant
 from spillway.spec.sizes import align
 from spillway.store.arena import PAGE
 
@@ -21,6 +21,7 @@ from spillway.store.arena import PAGE
 class _Output:
     """What one operator gave: its tensors, in place or as the bytes that wait elsewhere."""
 
+    func: Any
     leaves: list[Any]
     spec: TreeSpec
 
@@ -104,7 +105,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if class_of(func, args, kwargs) in self._classes:
             leaves, spec = tree_flatten(result)
-            output = _Output([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+            output = _Output(func, [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
             self._outputs.append(output)
             for place, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor):
@@ -146,6 +147,11 @@ class Replayer(TorchDispatchMode):
         invariant(output is not None, f"backward runs {func}, which the forward of the unit did not")
         if output is None:
             raise AssertionError
+        if output.func is not func:
+            raise UsageError(
+                f"the forward of a unit ran {output.func} where its backward runs {func}: keep settings that choose "
+                f"kernels (torch.nn.attention.sdpa_kernel, backend flags) the same until backward is over"
+            )
         leaves = [self._back(leaf) for leaf in output.leaves]
         output.leaves.clear()
         return tree_unflatten(leaves, output.spec)

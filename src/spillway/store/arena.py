@@ -49,10 +49,7 @@ class Arena:
         return self._used
 
     def reset_to(self, mark: int) -> None:
-        """Take back everything allocated after `mark` and return its pages to the system. None may be pinned."""
-        if mark < self._used:
-            start = align(mark, mmap.PAGESIZE)
-            self._map.madvise(mmap.MADV_DONTNEED, start, align(self._used, mmap.PAGESIZE) - start)
+        """Take back everything allocated after `mark`; its pages stay, for what is allocated next."""
         self._used = mark
 
 
@@ -94,7 +91,7 @@ class SlabPools:
                     return None
             events = []
             for pool, lease in op.take:
-                buffer, event = self._free[pool].pop()
+                buffer, event = self._free[pool].pop(0)  # the one whose event passes first
                 self._granted[pool] += 1
                 self._leases[lease] = (pool, buffer)
                 events.append(event)

@@ -12,7 +12,7 @@ from spillway.plan.pools import SlabNames
 from spillway.spec.errors import DiskError, invariant
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import KeepPoints, Plan
+from spillway.spec.plan import KeepPoints, Plan, Pool
 from spillway.store.arena import Arena, SlabPools
 from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Extent, Geometry, StripedDisk
@@ -53,6 +53,8 @@ class PlacedStore:
         self._arena: Arena | None = None
         self._homes: Homes | None = None
         self._resident_end = 0
+        self._fast_end = 0  # how far the slabs' part of the arena is touched, pinned and registered
+        self._laid: tuple[Pool, ...] = ()
         self._act_base = 0
         self._buffers: dict[str, list[torch.Tensor]] = {}
         self._device_buffers: dict[str, list[torch.Tensor]] = {}
@@ -97,33 +99,50 @@ class PlacedStore:
             self.on_open(self)
 
     def lay_slabs(self, plan: Plan) -> None:
-        """Cut the rest of the arena into the plan's pools; nothing may be leased."""
+        """Cut the rest of the arena into the plan's pools; nothing may be leased, and no one may hold the slabs of the
+        plan before: there is no room for both."""
         self._lone = None
+        if plan.pools == self._laid:
+            self.pools = SlabPools(plan.pools, self._buffers)
+            return
         self._free_slabs()
-        device_buffers: dict[str, list[torch.Tensor]] = {}
+        on_device = [pool for pool in plan.pools if pool.tier == "device"]
+        sizes = {pool.name: [pool.slab_bytes] * pool.count for pool in on_device}
+        self._device_buffers = {
+            name: buffers
+            for name, buffers in self._device_buffers.items()
+            if [buffer.numel() for buffer in buffers] == sizes.get(name)
+        }
+        for pool in on_device:
+            if pool.name not in self._device_buffers:
+                self._device_buffers[pool.name] = [self._on_device(pool.slab_bytes) for _ in range(pool.count)]
         for pool in plan.pools:
-            if pool.tier == "host":
-                slabs = [self.arena.allocate(pool.slab_bytes, f"the pool {pool.name}") for _ in range(pool.count)]
-            else:
-                known = self._device_buffers.get(pool.name, [])
-                if len(known) != pool.count or (known and known[0].numel() != pool.slab_bytes):
-                    self._device_buffers.pop(pool.name, None)
-                    known = [self._on_device(pool.slab_bytes) for _ in range(pool.count)]
-                slabs = device_buffers[pool.name] = known
-            self._buffers[pool.name] = slabs
-        self._device_buffers = device_buffers
-        cut = self.arena.buffer[self._resident_end : self.arena.mark()]
+            self._buffers[pool.name] = self._device_buffers.get(pool.name) or [
+                self.arena.allocate(pool.slab_bytes, f"the pool {pool.name}") for _ in range(pool.count)
+            ]
+        self._make_fast(self.arena.mark())
+        self.pools, self._laid = SlabPools(plan.pools, self._buffers), plan.pools
+
+    def _make_fast(self, end: int) -> None:
+        """Touch, pin and register the slabs' part of the arena up to here, where it is not yet: that takes a tenth of a
+        second for a gigabyte, so another shape of batch must not cost it again."""
+        if end <= self._fast_end:
+            return
+        self._make_slow()
+        cut = self.arena.buffer[self._resident_end : end]
         native.touch(cut.data_ptr(), cut.numel(), os.cpu_count() or 1)
         self._unpin_slabs = self._pin(cut)
         self.homes.register(cut)
-        self.pools = SlabPools(plan.pools, self._buffers)
+        self._fast_end = end
 
-    def _free_slabs(self) -> None:
-        self.pools, self._buffers = None, {}
+    def _make_slow(self) -> None:
         if self._homes is not None:
             self._homes.register(None)
         self._unpin_slabs()
-        self._unpin_slabs = _nothing
+        self._unpin_slabs, self._fast_end = _nothing, 0
+
+    def _free_slabs(self) -> None:
+        self.pools, self._buffers, self._laid = None, {}, ()
         self.arena.reset_to(self._resident_end)
 
     def name_slabs(self, plan: Plan, profile: ModelProfile) -> None:
@@ -178,9 +197,9 @@ class PlacedStore:
 
     def close(self) -> None:
         """Give everything back."""
-        self._unpin_slabs()
+        self._make_slow()
         self._unpin_residents()
-        self._unpin_slabs = self._unpin_residents = _nothing
+        self._unpin_residents = _nothing
         self.pools, self._buffers, self._device_buffers, self._lone = None, {}, {}, None
         if self._homes is not None:
             self._homes.close()
