@@ -8,14 +8,14 @@ from itertools import product
 from typing import Any
 
 from spillway.plan.bounds import lower_bound
-from spillway.plan.memory import peaks
+from spillway.plan.memory import extents_of_units, peaks
 from spillway.plan.pools import Kinds, SlabNames, stored_bytes
 from spillway.plan.request import PlanRequest, Space
 from spillway.plan.swap import EVERYTHING, Output, best_amount, with_outputs
 from spillway.spec.errors import PlanInfeasible
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import KeepPoints, Kept, Placement, Pool, TierPeaks, UnitPlacement
+from spillway.spec.plan import Kept, Placement, Pool, TierPeaks, UnitPlacement
 from spillway.spec.sizes import format_size, format_size_up
 
 # Elements per subgroup and how many are under way: large enough for the drive, small enough that slabs stay cheap. The
@@ -55,22 +55,6 @@ class Candidate:
 
 # Changes the unit (or call) of a number for the better; None where there is nothing to change.
 Change = Callable[[Placement, int], "UnitPlacement | Kept | None"]
-
-
-def extents_of_units(placement: Placement, keep: KeepPoints) -> tuple[int, ...]:
-    """Copies of each unit on disk. Those of the saved points that are kept and the one being written, where each step
-    is a saved point. Where states also rest in host memory, saved points lie further apart and the step goes on writing
-    beside the one that the next saved point will name: one more. A unit that is not trained never changes."""
-    anything_on_disk = any("disk" in (where.weights, where.states) for where in placement.units)
-    all_on_disk = all(where.states in ("disk", "none") for where in placement.units)
-    if all_on_disk:
-        trained = keep.last + 1
-    elif anything_on_disk:
-        trained = keep.last + 2
-    else:
-        trained = keep.last + 1 if keep.of_memory else 0
-    frozen = 1 if anything_on_disk or keep.of_memory else 0
-    return tuple(frozen if where.states == "none" else trained for where in placement.units)
 
 
 class Filler:
@@ -200,7 +184,7 @@ class Filler:
             yield self.fill(lowest)
             return
         if self._request.activations in ("host", "disk"):
-            yield self.fill(self._keep_where_it_fits(lowest, space.kept_in[0]))
+            yield self.fill(self._keep(lowest, space.kept_in[0], EVERYTHING))
             return
         starts = [self.fill(lowest, order) for order in _ORDERS]
         if may_move:
@@ -209,8 +193,8 @@ class Filler:
         plain = list(starts)
         if "device" in space.kept_in:
             for level in keeps:
-                starts += [self._keep_on_device(start, level) for start in plain]
-                first = self._keep_on_device(lowest, level)
+                starts += [self._keep(start, "device", level) for start in plain]
+                first = self._keep(lowest, "device", level)
                 if may_move and first.placement != lowest.placement:
                     starts.append(self.fill(first))
         starts = list({start.placement: start for start in starts}.values())
@@ -228,7 +212,7 @@ class Filler:
         if may_move:
             yield self.fill(self._swap(lowest, starts[0]))
             for level in keeps if "device" in space.kept_in else ():
-                yield self.fill(self._swap(self._keep_on_device(lowest, level), starts[0]))
+                yield self.fill(self._swap(self._keep(lowest, "device", level), starts[0]))
 
     def neighbours(self, placement: Placement) -> Iterator[Candidate]:
         """All that fit and differ in where one unit rests, or in what is kept of one call."""
@@ -247,15 +231,12 @@ class Filler:
                     yield from self._if_it_fits(_with(placement, "acts", _put(placement.acts, call, other)))
 
     def _ways_to_keep(self, number: int) -> Iterator[Kept]:
-        call, space = self._model.calls[number], self._space
+        space = self._space
         yield from map(Kept, space.inputs)
-        if call.kind == "FORWARD":
-            tape = tuple(operator.name for operator in call.tapeable)
-            for tier in space.kept_in:
-                if "tape" in space.keeps and tape:
-                    yield Kept(tier, tape)
-                if EVERYTHING in space.keeps:
-                    yield Kept(tier, everything=True)
+        for tier, level in product(space.kept_in, space.keeps):
+            kept = self._kept(number, tier, level)
+            if kept is not None:
+                yield kept
 
     def _if_it_fits(self, placement: Placement) -> Iterator[Candidate]:
         found = self.candidate(placement)
@@ -308,24 +289,24 @@ class Filler:
 
         return change
 
-    def _keep_on_device(self, candidate: Candidate, level: str) -> Candidate:
+    def _keep(self, candidate: Candidate, tier: str, level: str) -> Candidate:
         """Keep outputs of operators, or all that autograd saves, of as many calls as fit; the last calls first, whose
         backward comes first."""
 
         def change(placement: Placement, index: int) -> Kept | None:
-            call = self._model.calls[index]
-            tape = tuple(operator.name for operator in call.tapeable)
-            if call.kind != "FORWARD" or (level == "tape" and not tape):
-                return None
-            return Kept("device", everything=True) if level == EVERYTHING else Kept("device", tape)
+            return self._kept(index, tier, level)
 
         return self._grow(candidate, "acts", list(reversed(range(len(self._model.calls)))), change)
 
-    def _keep_where_it_fits(self, candidate: Candidate, tier: str) -> Candidate:
-        def change(placement: Placement, call: int) -> Kept | None:
-            return Kept(tier, everything=True) if self._model.calls[call].kind == "FORWARD" else None
-
-        return self._grow(candidate, "acts", list(reversed(range(len(self._model.calls)))), change)
+    def _kept(self, index: int, tier: str, level: str) -> Kept | None:
+        """Of one call; None where there is nothing to keep."""
+        call = self._model.calls[index]
+        if call.kind != "FORWARD":
+            return None
+        if level == EVERYTHING:
+            return Kept(tier, everything=True)
+        tape = tuple(operator.name for operator in call.tapeable)
+        return Kept(tier, tape) if tape else None
 
     def _swap(self, candidate: Candidate, judged: Candidate) -> Candidate:
         """Move activations off the device instead of computing them again, as many as make the step of `judged`

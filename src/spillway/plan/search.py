@@ -18,6 +18,7 @@ from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
+from spillway.spec.sizes import format_size
 
 # Of the updates that could be made within the step: how many are left to the next forward.
 _FIRST_SHARE = 0.5  # the drive then has about as much to do in forward as in backward
@@ -47,8 +48,7 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
     """
     space = space_of(request)
     if not model.calls:
-        # Nothing is known yet of what activations take: half of what is left stays theirs.
-        budget = _half_of(budget)
+        budget = _before_calls_are_known(model, hardware, budget)
     best = _Search(model, hardware, budget, request, space).run()
     plan = complete(model, best.plan)
     check(plan)
@@ -58,7 +58,7 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
         wary_step_seconds=simulate(plan.wary_ops, plan.pools, hardware).seconds,
         bottleneck=best.bottleneck,
         peaks=best.candidate.peaks,
-        notes=_notes(best.candidate, request),
+        notes=_notes(model, best.candidate, request),
     )
 
 
@@ -66,7 +66,7 @@ def fits(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: P
     """Whether there is any plan; takes far less than making one."""
     space = space_of(request)
     try:
-        Filler(model, hardware, budget, request, space).smallest("overlap" if space.update == "auto" else space.update)
+        Filler(model, hardware, budget, request, space).smallest(_first_mode(space, request))
     except PlanInfeasible:
         return False
     return True
@@ -94,9 +94,19 @@ def swapped_plans(
     return sorted(found.items())
 
 
-def _half_of(budget: Budget) -> Budget:
+def _first_mode(space: Space, request: PlanRequest) -> str:
+    """What memory is filled for; which updates then run when is looked at later."""
+    if space.update != "auto":
+        return space.update
+    return "deferred" if request.clip and request.accumulation > 1 else "overlap"
+
+
+def _before_calls_are_known(model: ModelProfile, hardware: HardwareSpec, budget: Budget) -> Budget:
+    """Half of what is left stays for activations; of the host's only where they may come to lie there."""
     ours = budget.host_bytes - budget.process_bytes
-    return replace(budget, device_bytes=budget.device_bytes // 2, host_bytes=budget.process_bytes + ours // 2)
+    if hardware.device == "cpu" or any(unit.num_trainable for unit in model.units):
+        ours //= 2
+    return replace(budget, device_bytes=budget.device_bytes // 2, host_bytes=budget.process_bytes + ours)
 
 
 class _Search:
@@ -156,7 +166,7 @@ class _Search:
     def _fillings(self) -> Iterator[Candidate]:
         """Of the whole space; of that without the drives; and, where the model is small, of every policy's."""
         widely = len(self._model.units) <= _WIDELY and self._hardware.device != "cpu"
-        yield from self._filler.fillings(self._filler.deepest(self._first_mode(self._space)), widely)
+        yield from self._filler.fillings(self._filler.deepest(_first_mode(self._space, self._request)), widely)
         if self._request.fixed is not None:
             return
         spaces = [self._space.in_memory()]
@@ -167,14 +177,9 @@ class _Search:
                 continue
             filler = Filler(self._model, self._hardware, self._budget, self._request, space)
             try:
-                yield from filler.fillings(filler.deepest(self._first_mode(space)), widely)
+                yield from filler.fillings(filler.deepest(_first_mode(space, self._request)), widely)
             except PlanInfeasible:
                 continue
-
-    def _first_mode(self, space: Space) -> str:
-        if space.update != "auto":
-            return space.update
-        return "deferred" if self._request.clip and self._request.accumulation > 1 else "overlap"
 
     def _bound(self, candidate: Candidate) -> float:
         """What no way to update makes faster: as if all were left to the next forward, and the CPU took no time."""
@@ -268,13 +273,15 @@ def _spread(units: list[int], share: float) -> frozenset[int]:
     return frozenset(unit for turn, unit in enumerate(units) if int((turn + 1) * share) > int(turn * share))
 
 
-def _notes(candidate: Candidate, request: PlanRequest) -> tuple[str, ...]:
+def _notes(model: ModelProfile, candidate: Candidate, request: PlanRequest) -> tuple[str, ...]:
     notes = []
-    units = candidate.placement.units
-    if request.has_store and any(where.states == "host" for where in units):
+    placement = candidate.placement
+    if request.has_store and any(where.states == "host" for where in placement.units):
         notes.append("optimizer states rest in host memory: saved points are --save-steps apart")
-    if any(where.grads == "disk" for where in units if where.states != "none"):
+    if any(where.grads == "disk" for where in placement.units if where.states != "none"):
         notes.append("gradients wait on disk for the global norm: more host memory, or no clipping, avoids that")
-    if any(kept.tier == "disk" for kept in candidate.placement.acts):
-        notes.append("inputs of units overflow to disk")
+    pairs = zip(model.calls, placement.acts, strict=True)
+    moved = sum(stored_bytes(call, kept) for call, kept in pairs if kept.tier == "disk")
+    if moved:
+        notes.append(f"{format_size(moved)} of activations pass over the drives in every forward and backward")
     return tuple(notes)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 import torch
 
 from spillway import native
-from spillway.plan.fill import extents_of_units
-from spillway.plan.memory import grads_at_home
+from spillway.plan.memory import extents_of_units, grads_at_home
 from spillway.plan.pools import SlabNames
 from spillway.spec.errors import DiskError, invariant
 from spillway.spec.hardware import Budget
