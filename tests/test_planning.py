@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import directories
+import models
 import spillway
 from spillway.cli.main import run
 from spillway.spec.jsonable import to_json
@@ -161,3 +163,16 @@ def test_python_gives_the_same_answer(model: Path, capsys: pytest.CaptureFixture
     found = ask(capsys, model, "--hardware", "rtx3090+980pro+64GB", "--max-steps", "10")
     report = spillway.predict(str(model), "rtx3090+980pro+64GB", max_steps=10)
     assert to_json(report) == found
+
+
+def test_any_module_is_planned_with_an_example_and_stays_as_it_is() -> None:
+    module = models.dit()
+    before = {name: param.clone() for name, param in module.named_parameters()}
+    report = spillway.predict(module, "rtx3090+980pro+64GB", example=models.batch("dit", 0), max_steps=10)
+    assert report.fits and report.model == "DiT" and report.rows == 4 and report.step_seconds > 0
+    assert report.num_params == sum(param.numel() for param in before.values())
+    loss = module(**models.batch("dit", 0))
+    loss.backward()
+    assert all(torch.equal(before[name], param) for name, param in module.named_parameters())
+    with pytest.raises(spillway.UsageError, match="example"):
+        spillway.predict(module, "rtx3090+980pro+64GB")

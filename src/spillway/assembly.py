@@ -2,9 +2,10 @@
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -175,10 +176,10 @@ def give_back(model: nn.Module) -> None:
 
 
 def model_profiler(
-    model: nn.Module, form: StateFormat, rows: int, length: int, micro_batch: int | None
+    model: nn.Module, form: StateFormat, batch: Mapping[str, Any], micro_batch: int | None
 ) -> ModelProfile:
-    """What the planner needs to know of a language model on the meta device, from one forward on fake tensors of
-    [rows, length] tokens. The model serves for nothing else afterwards."""
+    """What the planner needs to know of a model on the meta device, from one forward on fake tensors in the place of
+    this batch (keyword arguments). The model serves for nothing else afterwards."""
     units = find_units(model, form)
     nothing = Budget(0, 0, 0, 0)
     placed = PlacedStore(
@@ -192,8 +193,7 @@ def model_profiler(
 
     session = Session(model, units, open_device("cpu"), note, placed, 1, micro_batch, 1)
     _adapt(model, session)
-    ids = torch.zeros(rows, length, dtype=torch.int64)
-    session.profile((), {"input_ids": ids, "labels": ids})
+    session.profile((), dict(batch))
     session.close()
     return found[0]
 

@@ -1,13 +1,16 @@
 """`spillway plan`: will it fit, how fast, why, and what would help; without loading a weight."""
 
+import copy
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from spillway.api import as_dtype
 from spillway.assembly import model_profiler
@@ -26,6 +29,7 @@ from spillway.integrations.huggingface import (
     max_positions,
 )
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
+from spillway.model.profile import batch_rows
 from spillway.optim.config import NAMED, Rule, settings_of, state_format
 from spillway.plan.memory import phase_peaks
 from spillway.plan.occupancy import occupancy
@@ -65,6 +69,31 @@ _MICRO_BATCHES = 3
 _SECONDS_OF_OWNERSHIP = 3 * 365 * 24 * 3600  # a machine is paid for in three years
 
 
+@dataclass(frozen=True, slots=True)
+class OwnModel:
+    """A module of the user's, and keyword arguments of one forward of it."""
+
+    module: nn.Module
+    example: Mapping[str, Any]
+
+    def on_meta(self) -> nn.Module:
+        """The module without its weights; it itself stays as it is."""
+        params = dict(self.module.named_parameters())
+        bare = {id(param): nn.Parameter(param.detach().to("meta"), param.requires_grad) for param in params.values()}
+        return copy.deepcopy(self.module, dict(bare))
+
+    def batch(self, rows: int) -> dict[str, Any]:
+        """The example with so many rows."""
+        have = batch_rows(self.example)
+
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.dim() or tensor.shape[0] != have:
+                return tensor
+            return tensor[torch.arange(rows) % have]
+
+        return dict(tree_map_only(torch.Tensor, resized, dict(self.example)))
+
+
 @dataclass(slots=True)
 class Question:
     """A model, what is to be trained on it, and a machine. Profiles are made once per shape of the batch."""
@@ -73,6 +102,7 @@ class Question:
     machine: Machine
     measured: bool
     steps: int
+    own: OwnModel | None = None
     _profiles: dict[tuple[int, int, int | None, str, int], ModelProfile] = field(default_factory=dict)
 
     def budget(self, machine: Machine) -> Budget:
@@ -95,15 +125,20 @@ class Question:
         """Of a step with so many rows (as many as the options say), and of so many blocks. Rows that are accumulated
         are computed one micro-batch after another inside each unit, as `train` does."""
         options = self.options
-        length = fitting_length(options)
+        length = 0 if self.own else fitting_length(options)
         rows = rows or options.per_device_train_batch_size * options.gradient_accumulation_steps
         settings = settings or self.settings()
         form = state_format(settings)
         micro = min(options.per_device_train_batch_size, rows)
         key = (rows, micro, layers, repr(form), length)
         if key not in self._profiles:
-            model = build(self.options.model, as_dtype(self.options.dtype), layers, length)
-            self._profiles[key] = model_profiler(model, form, rows, length, micro)
+            if self.own is not None:
+                model, batch = self.own.on_meta(), self.own.batch(rows)
+            else:
+                model = build(self.options.model, as_dtype(self.options.dtype), layers, length)
+                ids = torch.zeros(rows, length, dtype=torch.int64)
+                batch = {"input_ids": ids, "labels": ids}
+            self._profiles[key] = model_profiler(model, form, batch, micro)
         return self._profiles[key]
 
     def plan(self, machine: Machine, profile: ModelProfile) -> Plan:
@@ -312,7 +347,7 @@ def _count(names: list[str]) -> dict[str, int]:
 def asked(question: Question, machine: Machine, options: TrainOptions | None = None) -> Question:
     """The same question about another machine, or with other options."""
     options = options or question.options
-    return Question(options, machine, question.measured, question.steps, question._profiles)
+    return Question(options, machine, question.measured, question.steps, question.own, question._profiles)
 
 
 def _changes(question: Question) -> list[tuple[str, Question]]:
@@ -364,20 +399,35 @@ def _what_would_fit(question: Question) -> tuple[Help, ...]:
     return tuple(Help(change, 0.0) for change, other in tries if other.fits(other.machine, other.profile()))[:3]
 
 
-def ask(options: TrainOptions, hardware: str | None, reporter: Reporter) -> Question:
+def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: OwnModel | None = None) -> Question:
     """The question about a machine by name, or about this one, measured. Raises UsageError for what makes no sense."""
     options.check()
     paths = tuple(map(Path, options.store))
     machine = this_machine(paths, free_on(even_geometry(paths))) if hardware is None else find_machine(hardware)
-    return Question(options, machine, hardware is None, count_steps(options, reporter))
+    return Question(options, machine, hardware is None, count_steps(options, reporter), own)
 
 
-def predict(model: str, hardware: str | None = None, data: tuple[str, ...] = (), **options: Any) -> PlanReport:
+def predict(
+    model: str | nn.Module,
+    hardware: str | None = None,
+    data: tuple[str, ...] = (),
+    example: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> PlanReport:
     """What `spillway plan` answers: will it fit, how fast, why, and what would help.
 
-    `model`: a directory with a config.json, a hub name, or one of the papers' shapes. `hardware`: a name, parts such as
-    "rtx4090+4x990pro+128GB", or a TOML file; None: this machine, measured. `options`: fields of TrainOptions.
+    `model`: a directory with a config.json, a hub name, one of the papers' shapes, or any module (on the meta device,
+    too) with an `example`, keyword arguments of one forward; what is computed at a time is then as many rows. The
+    module stays as it is. `hardware`: a name, parts such as "rtx4090+4x990pro+128GB", or a TOML file; None: this
+    machine, measured. `options`: fields of TrainOptions. Raises UsageError.
     """
     stores = tuple(options.pop("store", ())) or (".",)
-    given = TrainOptions(model=model, data=data, output_dir="", store=stores, **options)
-    return answer(ask(given, hardware, Reporter()))
+    own = None
+    if isinstance(model, nn.Module):
+        if example is None:
+            raise UsageError("a module is planned with an example: predict(model, example={...}) of one forward")
+        own = OwnModel(model, example)
+        options = {"per_device_train_batch_size": max(batch_rows(example), 1), **options}
+    name = model if isinstance(model, str) else type(model).__name__
+    given = TrainOptions(model=name, data=data, output_dir="", store=stores, **options)
+    return answer(ask(given, hardware, Reporter(), own))

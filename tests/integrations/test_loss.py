@@ -126,6 +126,7 @@ def test_a_vocabulary_of_256k_at_8k_tokens_takes_less_than_a_gigabyte() -> None:
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config).bfloat16()
-    profile = model_profiler(model, EXACT, 1, 8192, None)
+    ids = torch.zeros(1, 8192, dtype=torch.int64)
+    profile = model_profiler(model, EXACT, {"input_ids": ids, "labels": ids}, None)
     head = next(call for call in profile.calls if call.kind == "LOSS")
     assert 0 < head.work_bytes < 10**9
