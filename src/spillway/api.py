@@ -151,12 +151,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards of forwards inside only add to the gradients; the first one outside completes the optimizer step,
     however many there were. As in DistributedDataParallel; needs gradient_accumulation_steps= of 2 or more in
     `prepare`, whose number then does not count."""
-    session = prepared(model).session
-    before, session.only_accumulates = session.only_accumulates, True
+    rounds = prepared(model).session.rounds
+    before, rounds.only_accumulates = rounds.only_accumulates, True
     try:
         yield
     finally:
-        session.only_accumulates = before
+        rounds.only_accumulates = before
 
 
 def _open(model: nn.Module, example: Mapping[str, Any]) -> None:

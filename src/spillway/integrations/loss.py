@@ -8,7 +8,9 @@ import torch
 import transformers
 from torch import nn
 
+from spillway.model.profile import UnitCall
 from spillway.runtime.session import Session
+from spillway.runtime.unit import original_forward
 from spillway.spec.errors import UsageError
 
 # Logits of one piece of the loss, in float32: where a GPU computes, larger ones, for every piece reads the head anew.
@@ -82,7 +84,7 @@ class ChunkedLoss:
         self._unit, self._path = next(
             (index, path) for index, unit in enumerate(session.units) for path, module in unit.members if module is head
         )
-        self._apply_head = session.original_forward(head)
+        self._apply_head = original_forward(head)
         self._wrapped_head = head.forward
         self._deferred = False
         self._called = False
@@ -181,9 +183,8 @@ class ChunkedLoss:
         if isinstance(logits, DeferredLogits):
             deferred, hidden = logits, logits.hidden.reshape(-1, logits.hidden.shape[-1])
             targets, chunk_rows = targets.to(hidden.device), self._piece_rows(vocab_size)
-            total = self._session.call(
-                self._unit, self._path, of_hidden, (hidden, targets), {}, kind="LOSS", chunk_rows=chunk_rows
-            )
+            call = UnitCall(self._unit, self._path, of_hidden, (hidden, targets), {}, "LOSS", chunk_rows)
+            total = self._session.call(call)
         else:
             targets = targets.to(logits.device)
             total = sum_of_losses(logits.reshape(-1, vocab_size), targets)
@@ -197,7 +198,8 @@ def install_loss(model: transformers.PreTrainedModel, session: Session, label_sm
     """Chunk the loss of a model where that is known to be right. Raises UsageError where smoothing is asked of a loss
     that is the model's own."""
     head, loss = model.get_output_embeddings(), getattr(model, "loss_function", None)
-    if isinstance(head, nn.Linear) and getattr(loss, "__name__", "") in _SHIFTS:
+    is_plain = isinstance(head, nn.Linear) and head._compiled_call_impl is None
+    if is_plain and getattr(loss, "__name__", "") in _SHIFTS:
         ChunkedLoss(model, session, head, label_smoothing).install()
     elif label_smoothing:
         raise UsageError(_no_smoothing(model))

@@ -17,6 +17,24 @@ from spillway.model.units import Unit
 from spillway.spec.model import CallProfile, ModelProfile, OperatorClass, UnitProfile
 
 
+@dataclass(frozen=True, slots=True)
+class UnitCall:
+    """A unit's member was called, by the user's forward or by the loss. `kind` as in CallProfile; `chunk_rows`: of a
+    LOSS, the rows of a piece."""
+
+    unit: int
+    member: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    kind: str = "FORWARD"
+    chunk_rows: int = 0
+
+    def run(self) -> Any:
+        """What the function gives."""
+        return self.function(*self.args, **self.kwargs)
+
+
 @dataclass(slots=True)
 class CallRecord:
     """One observed call of a unit's member. `inputs` and `outputs` are the tensors among its flattened arguments and
@@ -33,7 +51,7 @@ class CallRecord:
     operators: tuple[OperatorClass, ...] = ()
     rows: int = 0  # of a LOSS: how many it may be cut into
     chunk_rows: int = 0
-    again: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None  # to call it on other fake tensors
+    again: UnitCall | None = None  # to call it on other fake tensors
     origins: dict[int, frozenset[int]] = field(default_factory=dict)  # per output: inputs it was computed from
 
 
@@ -69,18 +87,9 @@ class Profiler:
     def __exit__(self, *error: Any) -> None:
         self._flops.__exit__(*error)
 
-    def call(
-        self,
-        unit: int,
-        member: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        kind: str = "FORWARD",
-        chunk_rows: int = 0,
-    ) -> Any:
+    def call(self, call: UnitCall) -> Any:
         """Run one call and write it down."""
-        inputs = _tensors_by_place((args, kwargs))
+        inputs = _tensors_by_place((call.args, call.kwargs))
         saved: dict[Any, int] = {}
         elsewhere = self.weights | {storage_of(tensor) for tensor in inputs.values()}
 
@@ -93,15 +102,15 @@ class Profiler:
         before = self._flops.get_total_flops()
         tally = OperatorTally(self._flops)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), tally:
-            result = function(*args, **kwargs)
+            result = call.run()
         outputs = _tensors_by_place(result)
         flops = float(self._flops.get_total_flops() - before)
         first = next(iter(inputs.values()), None)
         rows = first.shape[0] if first is not None and first.dim() else 0
         record = CallRecord(
-            unit,
-            member,
-            kind,
+            call.unit,
+            call.member,
+            call.kind,
             inputs,
             outputs,
             flops,
@@ -109,8 +118,8 @@ class Profiler:
             len(saved),
             tally.classes(),
             rows,
-            chunk_rows,
-            (function, args, kwargs) if self.is_fake else None,
+            call.chunk_rows,
+            call if self.is_fake else None,
             _origins(inputs, outputs),
         )
         self.calls.append(record)

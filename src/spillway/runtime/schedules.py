@@ -15,6 +15,7 @@ from spillway.model.profile import (
     CallRecord,
     CallShape,
     Profiler,
+    UnitCall,
     batch_rows,
     grow_batch,
     model_profile,
@@ -98,26 +99,17 @@ class Schedules:
         """Whether the forward under way is one of ours."""
         return self._profiler is not None
 
-    def profile_call(
-        self,
-        unit: int,
-        member: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        kind: str,
-        chunk_rows: int,
-    ) -> Any:
+    def profile_call(self, call: UnitCall) -> Any:
         """A unit's member was called while profiling."""
         if self._profiler is None:
             raise AssertionError("no forward is being profiled")
         with ExitStack() as stack:
             if self._is_real:
-                self._profiler.weights.add(storage_of(stack.enter_context(self._on_demand(unit))))
+                self._profiler.weights.add(storage_of(stack.enter_context(self._on_demand(call.unit))))
             if torch.is_grad_enabled():
-                return self._profiler.call(unit, member, function, args, kwargs, kind, chunk_rows)
+                return self._profiler.call(call)
             self._calls_beside = True
-            return function(*args, **kwargs)
+            return call.run()
 
     def _profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[CallRecord], tuple[CallShape, ...]]:
         rows = batch_rows((args, kwargs))
@@ -186,7 +178,7 @@ class Schedules:
     def _work(self, call: CallRecord, shape: CallShape) -> int:
         if call.again is None:
             return 0
-        function, args, kwargs = call.again
+        again = call.again
         with (
             rng_kept(self._device),
             all_buffers_kept(self._model),
@@ -200,7 +192,7 @@ class Schedules:
                 stack.enter_context(bound(unit, fakes, self._placeholders))
                 if unit is self._units[call.unit]:
                     params = fakes
-            leaves, spec = tree_flatten((args, kwargs))
+            leaves, spec = tree_flatten((again.args, again.kwargs))
             for place, tensor in call.inputs.items():
                 size = list(tensor.shape)
                 if shape.chunks > 1 and place in shape.cut_inputs:
@@ -209,7 +201,7 @@ class Schedules:
                     tensor.requires_grad
                 )
             args, kwargs = tree_unflatten(leaves, spec)
-            return work_bytes(function, args, kwargs, list(params.values()))
+            return work_bytes(again.function, args, kwargs, list(params.values()))
 
     def _profile_real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
         """A forward on real data, one unit at a time, for models whose forward looks at values."""

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from spillway.model.binding import bind, bound, make_placeholders
-from spillway.model.profile import CallShape
+from spillway.model.binding import bound, make_placeholders
+from spillway.model.profile import CallShape, UnitCall
 from spillway.model.units import Unit
 from spillway.optim.clip import Clipping, LossScale
 from spillway.optim.update import Hyper
@@ -21,9 +21,10 @@ from spillway.runtime.device import Device
 from spillway.runtime.executor import Executor
 from spillway.runtime.forward_only import ForwardOnly
 from spillway.runtime.lanes import HOME, Due, LaneWorker, StepState
+from spillway.runtime.rounds import Rounds
 from spillway.runtime.schedules import Planner, Schedule, Schedules
-from spillway.runtime.unit import UnitForward, run_in_step
-from spillway.runtime.window import bind_for_step, leaves, weight_views
+from spillway.runtime.unit import run_in_step, stand_down, stand_in
+from spillway.runtime.window import bind_residents, leaves, unbind_residents, weight_views
 from spillway.spec.errors import UsageError, invariant
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Op, Plan
@@ -65,7 +66,7 @@ class Session:
         self.device = device
         self.store = store
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
-        self.accumulation = accumulation
+        self.rounds = Rounds(accumulation)
         self.result: StepResult | None = None
         self.schedule: Schedule | None = None
         self._laid: Schedule | None = None  # whose slabs the arena is cut into
@@ -94,11 +95,6 @@ class Session:
         self.step_number = 0  # of forwards; a backward belongs to the newest
         self._in_step = False
         self._next_call = 0
-        self._backwards = 0  # of this optimizer step
-        self._ends_step = False  # the backward to come completes it
-        self._is_complete = False
-        self.only_accumulates = False  # forwards that begin now belong to backwards that complete no step
-        self._has_accumulated = False  # one of this step did
         self._in_backward = False
         self._in_forward = False
         self._buffers = BufferGuard()
@@ -109,7 +105,11 @@ class Session:
         self._traces: list[Trace] = []
         self._activations: Activations | None = None  # of the forward under way
         self.forward_only = ForwardOnly()
-        self._replace_forwards()
+        stand_in(self, units, self._placeholders)
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward, always_call=True),
+        ]
 
     # Opening #
 
@@ -178,37 +178,13 @@ class Session:
         """Weights come to rest before any batch is known."""
         self._ensure_open(self.schedules.of((), {}))
 
-    def _replace_forwards(self) -> None:
-        for index, unit in enumerate(self.units):
-            bind(unit, self._placeholders)
-            for path, module in unit.members:
-                if module._compiled_call_impl is None:
-                    module.forward = UnitForward(self, index, path, module.forward)
-                else:  # by Module.compile: what is compiled is the unit's own forward, not what stands for it
-                    module._compiled_call_impl = UnitForward(self, index, path, module._compiled_call_impl)
-        self._hooks = [
-            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.model.register_forward_hook(self._after_forward, always_call=True),
-        ]
-
     def undo(self, params: dict[str, nn.Parameter]) -> None:
         """Give the model its own forwards and parameters back: nothing was stored yet."""
         for hook in self._hooks:
             hook.remove()
         for undo in self.on_undo:
             undo()
-        for unit in self.units:
-            bind(unit, params)
-            for _, module in unit.members:
-                module.__dict__.pop("forward", None)
-                if isinstance(module._compiled_call_impl, UnitForward):
-                    module._compiled_call_impl = module._compiled_call_impl.original
-
-    def original_forward(self, module: nn.Module) -> Callable[..., Any]:
-        """The forward a unit's member had before it was streamed."""
-        forward: Any = module.forward
-        original: Callable[..., Any] = forward.original
-        return original
+        stand_down(self.units, params)
 
     # The user's forward #
 
@@ -238,10 +214,8 @@ class Session:
         if not self.is_open:
             self.open()
         self.come_to_rest()
-        for unit, home in zip(self.units, self.store.homes.units, strict=True):
-            if not unit.members and home.device_weight is not None:
-                bind_for_step(unit, home.device_weight, None)
-        if self._backwards == 0 and self.schedule is not None:
+        bind_residents(self.units, self.store.homes, with_grads=False)
+        if self.rounds.is_first and self.schedule is not None:
             self._ensure_open(self.schedule)
             executor, _ = self._parts()
             self.forward_only.begin(executor, self.schedule, lambda ops: self._start(ops, StepState()))
@@ -249,11 +223,7 @@ class Session:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not any(unit.layout.num_trainable for unit in self.units):
             raise UsageError("this model streams for forwards alone: call it under torch.no_grad()")
-        if self._is_complete:
-            raise UsageError(
-                f"backward ran {self._backwards} time(s) and the weights are updated with it: call optimizer.step() "
-                f"before the next forward, or pass gradient_accumulation_steps= to prepare"
-            )
+        self.rounds.refuse_more()
         self.settle()
         self._refuse_half_done()
         schedule = self.schedules.of(args, kwargs)
@@ -269,23 +239,14 @@ class Session:
             may_take_back=plan.placement.speculates,
             act_extents=extents,
         )
-        self._ends_step = self._will_end_step()
-        self._start(plan.wary_ops if wary else plan.round_ops(self._backwards == 0, self._ends_step), step)
+        self.rounds.begin()
+        self._start(plan.wary_ops if wary else plan.round_ops(self.rounds.is_first, self.rounds.is_last), step)
         self._activations = Activations(schedule, self._pools(), step.acts)
         self.step_number += 1
         self._in_step, self._in_backward, self._next_call = True, False, 0
         self._in_forward = True
         self._await_resident()
-        self._bind_resident()
-
-    def _will_end_step(self) -> bool:
-        """By count, or, where the user says so, with the first forward that does not only accumulate."""
-        if self.only_accumulates:
-            if self.accumulation == 1:
-                raise UsageError("no_sync needs gradient_accumulation_steps= of 2 or more in prepare")
-            self._has_accumulated = True
-            return False
-        return self._has_accumulated or self._backwards + 1 >= self.accumulation
+        bind_residents(self.units, self.store.homes, with_grads=True)
 
     def _start(self, ops: tuple[Op, ...], step: StepState) -> None:
         executor, worker = self._parts()
@@ -308,7 +269,7 @@ class Session:
     @property
     def awaits_step(self) -> bool:
         """Whether the last backward of a step has run and `optimizer.step()` has not."""
-        return self._is_complete
+        return self.rounds.is_complete
 
     @property
     def is_due(self) -> bool:
@@ -368,8 +329,8 @@ class Session:
             executor.abandon()
             self._half_done |= worker.step.is_half_done
             self._take_back()
-            if self._backwards == 0 or self._in_backward or executor.has_failed:
-                self._begin_anew()
+            if self.rounds.is_first or self._in_backward or executor.has_failed:
+                self.rounds.start_anew()
                 self._traces = []
                 for home in self.store.homes.units:
                     home.has_grad = False
@@ -408,38 +369,28 @@ class Session:
                 "saved point"
             )
 
-    def call(
-        self,
-        unit: int,
-        member: str,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        kind: str = "FORWARD",
-        chunk_rows: int = 0,
-    ) -> Any:
-        """A unit's member was called, by the user's forward or by the loss."""
+    def call(self, call: UnitCall) -> Any:
+        """What the call of a unit's member gives. Raises UsageError where it cannot be trained."""
         if self.schedules.is_profiling:
-            return self.schedules.profile_call(unit, member, function, args, kwargs, kind, chunk_rows)
+            return self.schedules.profile_call(call)
         if not torch.is_grad_enabled():
-            op = None if self._in_step else self.forward_only.next_op(unit)
-            with self._on_demand(unit) if op is None else self._fetched(op) as slot:
-                result = function(*args, **kwargs)
-                return tree_map_only(torch.Tensor, lambda output: own_copy(output, slot), result)
+            op = None if self._in_step else self.forward_only.next_op(call.unit)
+            with self._on_demand(call.unit) if op is None else self._fetched(op) as slot:
+                return tree_map_only(torch.Tensor, lambda output: own_copy(output, slot), call.run())
         if not self._in_step:
             raise UsageError(
-                f"{member or 'a unit'} was called by itself with gradients enabled: only calls within the forward of "
-                f"{type(self.model).__name__} are trained; call it there, or under torch.no_grad()"
+                f"{call.member or 'a unit'} was called by itself with gradients enabled: only calls within the forward "
+                f"of {type(self.model).__name__} are trained; call it there, or under torch.no_grad()"
             )
         index = self._next_call
         self._next_call += 1
         shapes = self._shapes()
-        if index >= len(shapes) or (shapes[index].unit, shapes[index].member) != (unit, member):
+        if index >= len(shapes) or (shapes[index].unit, shapes[index].member) != (call.unit, call.member):
             raise UsageError(
-                f"the forward called {member} where the profiled forward did not: a model whose order of calls "
+                f"the forward called {call.member} where the profiled forward did not: a model whose order of calls "
                 f"changes from batch to batch cannot be trained by Spillway"
             )
-        return run_in_step(self, index, function, args, kwargs)
+        return run_in_step(self, index, call)
 
     @contextmanager
     def _on_demand(self, unit: int) -> Iterator[torch.Tensor]:
@@ -543,17 +494,15 @@ class Session:
     def finish(self) -> StepResult:
         """The optimizer step: wait for the list to end, and note which updates the next forward has to make. Raises
         what a lane raised (NonFinite, DiskError)."""
-        if not self._is_complete or self._in_step:
-            raise UsageError(
-                f"optimizer.step() came after {self._backwards} of {self.accumulation} backward call(s): "
-                f"run loss.backward() first, as often as gradient_accumulation_steps says"
-            )
+        self.rounds.refuse_incomplete()
+        if self._in_step:
+            raise UsageError("optimizer.step() came before backward was over: run loss.backward() first")
         executor, worker = self._parts()
         try:
             self._traces.append(executor.wait())
         except BaseException:
             self._in_step = True
-            self._begin_anew()
+            self.rounds.start_anew()
             try:
                 self._run_out()
             finally:
@@ -563,16 +512,12 @@ class Session:
         self._note_rest()
         wary = worker.step.own.sweeping
         self._note_due(worker.step)
-        self._begin_anew()
+        self.rounds.start_anew()
         for home in self.store.homes.units:
             home.has_grad = False
         self.result = StepResult(worker.step.grad_norm(), wary, self._traces)
         self._traces = []
         return self.result
-
-    def _begin_anew(self) -> None:
-        """The next backward is the first of an optimizer step."""
-        self._backwards, self._is_complete, self._has_accumulated = 0, False, False
 
     def _note_due(self, step: StepState) -> None:
         """Which updates of the step that is over belong to the next forward."""
@@ -597,14 +542,13 @@ class Session:
                     home = self.store.homes.units[op.unit]
                     home.has_grad |= home.where.states == "device"
                 executor.skip_compute(op)
-            if not self._ends_step:
+            if not self.rounds.is_last:
                 self._traces.append(executor.wait())
         finally:
-            self._unbind_resident()
+            unbind_residents(self.units, self._placeholders)
         # Only now: a step that failed is given up by `settle`.
         self._in_step = self._in_backward = False
-        self._backwards += 1
-        self._is_complete = self._ends_step
+        self.rounds.end()
 
     # Small helpers #
 
@@ -631,18 +575,6 @@ class Session:
             views = leaves(unit, slot, grads)
             with bound(unit, views, self._placeholders):
                 yield slot, views
-
-    def _bind_resident(self) -> None:
-        for unit, home in zip(self.units, self.store.homes.units, strict=True):
-            if not unit.members and home.device_weight is not None:
-                if home.device_grad is not None and not (home.where.states == "device" and home.has_grad):
-                    home.device_grad.zero_()
-                bind_for_step(unit, home.device_weight, home.device_grad)
-
-    def _unbind_resident(self) -> None:
-        for unit in self.units:
-            if not unit.members:
-                bind(unit, self._placeholders)
 
     def _parts(self) -> tuple[Executor, LaneWorker]:
         if self._executor is None or self._worker is None:

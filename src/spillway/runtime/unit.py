@@ -4,9 +4,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_unflatten
 
+from spillway.model.binding import bind
+from spillway.model.profile import UnitCall
+from spillway.model.units import Unit
 from spillway.runtime.calls import (
     FlatCall,
     PassedThrough,
@@ -31,14 +35,40 @@ class UnitForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the original forward returns."""
-        return self._session.call(self._unit, self._member, self.original, args, kwargs)
+        return self._session.call(UnitCall(self._unit, self._member, self.original, args, kwargs))
 
 
-def run_in_step(
-    session: "Session", index: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def stand_in(session: "Session", units: tuple[Unit, ...], placeholders: dict[str, nn.Parameter]) -> None:
+    """Put a UnitForward in the place of every member's forward, and placeholders in that of its parameters."""
+    for index, unit in enumerate(units):
+        bind(unit, placeholders)
+        for path, module in unit.members:
+            if module._compiled_call_impl is None:
+                module.forward = UnitForward(session, index, path, module.forward)
+            else:  # by Module.compile: what is compiled is the unit's own forward, not what stands for it
+                module._compiled_call_impl = UnitForward(session, index, path, module._compiled_call_impl)
+
+
+def stand_down(units: tuple[Unit, ...], params: dict[str, nn.Parameter]) -> None:
+    """Give modules their own forwards back, and these parameters."""
+    for unit in units:
+        bind(unit, params)
+        for _, module in unit.members:
+            module.__dict__.pop("forward", None)
+            if isinstance(module._compiled_call_impl, UnitForward):
+                module._compiled_call_impl = module._compiled_call_impl.original
+
+
+def original_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward a unit's member had before it was streamed."""
+    stands: Any = module.forward if module._compiled_call_impl is None else module._compiled_call_impl
+    original: Callable[..., Any] = stands.original
+    return original
+
+
+def run_in_step(session: "Session", index: int, unit_call: UnitCall) -> Any:
     """One call of the step's forward, differentiable."""
-    call, tensors = flatten_call(function, args, kwargs)
+    call, tensors = flatten_call(unit_call.function, unit_call.args, unit_call.kwargs)
     box: dict[str, Any] = {}
     outputs = _UnitFunction.apply(session, index, call, box, session.anchor, *tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

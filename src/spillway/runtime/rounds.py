@@ -1,0 +1,56 @@
+"""How many backwards make an optimizer step."""
+
+from dataclasses import dataclass
+
+from spillway.spec.errors import UsageError
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Counts forwards and backwards of the optimizer step under way. `per_step`: as many as the plan was made for."""
+
+    per_step: int
+    only_accumulates: bool = False  # forwards that begin now belong to backwards that complete no step
+    done: int = 0
+    is_complete: bool = False  # the next thing is the optimizer step
+    is_last: bool = False  # the backward to come completes it
+    _has_accumulated: bool = False  # because the user said so
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the backward to come is the first of the step."""
+        return self.done == 0
+
+    def refuse_more(self) -> None:
+        """Raise UsageError for a forward that comes before the optimizer step."""
+        if self.is_complete:
+            raise UsageError(
+                f"backward ran {self.done} time(s) and the weights are updated with it: call optimizer.step() "
+                f"before the next forward, or pass gradient_accumulation_steps= to prepare"
+            )
+
+    def refuse_incomplete(self) -> None:
+        """Raise UsageError for an optimizer step that comes too early."""
+        if not self.is_complete:
+            raise UsageError(
+                f"optimizer.step() came after {self.done} of {self.per_step} backward call(s): "
+                f"run loss.backward() first, as often as gradient_accumulation_steps says"
+            )
+
+    def begin(self) -> None:
+        """A forward begins. Its backward is the last by count, or, where the user says which ones only accumulate, the
+        first that does not. Raises UsageError where the plan cannot accumulate."""
+        if self.only_accumulates and self.per_step == 1:
+            raise UsageError("no_sync needs gradient_accumulation_steps= of 2 or more in prepare")
+        self._has_accumulated |= self.only_accumulates
+        by_count = self._has_accumulated or self.done + 1 >= self.per_step
+        self.is_last = by_count and not self.only_accumulates
+
+    def end(self) -> None:
+        """A backward has run."""
+        self.done += 1
+        self.is_complete = self.is_last
+
+    def start_anew(self) -> None:
+        """The optimizer step is over, or was given up."""
+        self.done, self.is_complete, self._has_accumulated = 0, False, False
