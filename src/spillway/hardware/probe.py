@@ -82,12 +82,29 @@ def _measure(
         cores_shared=device.type == "cpu",
         disk_together=together,
         device_update_params_per_s=update if device == cpu else _update_rate(device, form, 1 << 24, False),
+        link_together=1.0 if device == cpu else _link_together(host, there),
     )
     if device.type == "cuda":  # what was measured in is not to be counted as anybody's
         del host, there
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return found
+
+
+def _link_together(host: torch.Tensor, there: torch.Tensor) -> float:
+    """The share of its rate that each way over the link keeps while the other is used, too."""
+    half = host.numel() // 2
+    ways = [(there[:half], host[:half]), (host[half:], there[half:])]
+    streams = [torch.cuda.Stream(there.device) for _ in ways]
+
+    def both() -> None:
+        for stream, (target, source) in zip(streams, ways, strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        _finish(there.device)
+
+    alone = max(best_seconds(lambda way=way: _copy(*way)) for way in ways)  # type: ignore[misc]
+    return min(max(alone / best_seconds(both), 0.5), 1.0)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -25,7 +25,8 @@ class Phase:
 
     def seconds(self, hardware: HardwareSpec, **more: float) -> float:
         """Of the busiest resource: each lane at its rate; a drive that reads and writes at once keeps `disk_together`
-        of each rate; where the cores are shared, all that runs on them adds up. `more`: to be done besides."""
+        of each rate, a link that is used both ways `link_together`; where the cores are shared, all that runs on them
+        adds up. `more`: to be done besides."""
         flops, upload = self.flops + more.get("flops", 0.0), self.upload + more.get("upload", 0.0)
         download, read = self.download + more.get("download", 0.0), self.read + more.get("read", 0.0)
         reading = read / hardware.read_bytes_per_s
@@ -38,7 +39,8 @@ class Phase:
             download / hardware.download_bytes_per_s,
         )
         drive = max(reading, writing, (reading + writing) / max(2 * hardware.disk_together, 1.0))
-        return max(*on_cores, drive, sum(on_cores) if hardware.cores_shared else 0.0)
+        link = (on_cores[3] + on_cores[4]) / max(2 * hardware.link_together, 1.0)
+        return max(*on_cores, drive, link, sum(on_cores) if hardware.cores_shared else 0.0)
 
     def seconds_in_turn(self, hardware: HardwareSpec) -> float:
         """Of all resources one after another."""

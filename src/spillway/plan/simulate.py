@@ -8,6 +8,7 @@ _OP_SECONDS = 50e-6  # what starting and finishing an operation costs a lane
 UPDATE_BYTES = 26  # that an exact AdamW reads and writes of a parameter
 _CORES = ("compute", "update", "upload", "download", "device")
 _DISK = ("read", "write")
+_LINK = ("upload", "download")
 
 
 def _rates(hardware: HardwareSpec) -> dict[tuple[str, str], float]:
@@ -117,6 +118,8 @@ class _Simulation:
         name, running = LANES[lane], [other for number, other in enumerate(LANES) if busy >> number & 1]
         if name in _DISK and all(other in running for other in _DISK):
             return self._hardware.disk_together
+        if name in _LINK and all(other in running for other in _LINK) and not self._hardware.cores_shared:
+            return self._hardware.link_together
         if self._hardware.cores_shared and name in _CORES and name in running:
             return 1.0 / sum(other in _CORES for other in running)
         return 1.0

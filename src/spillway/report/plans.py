@@ -82,10 +82,15 @@ def print_machine(console: Console, machine: Machine) -> None:
     rates = machine.hardware
     table = Table(title=machine.name, title_justify="left", show_header=False)
     table.add_row("device", f"{rates.device}, a transformer block at {rates.device_flops_per_s / 1e12:.2f} TFLOP/s")
-    table.add_row("upload, download", f"{_rate(rates.upload_bytes_per_s)}, {_rate(rates.download_bytes_per_s)}")
+    link = f"{_rate(rates.upload_bytes_per_s)}, {_rate(rates.download_bytes_per_s)}"
+    table.add_row(
+        "upload, download", link if rates.cores_shared else f"{link}; {rates.link_together:.0%} of each at once"
+    )
     drives = f"{_rate(rates.read_bytes_per_s)}, {_rate(rates.write_bytes_per_s)}"
     table.add_row("drives, read and write", f"{drives}; {rates.disk_together:.0%} of each at once")
-    table.add_row("update", f"{rates.update_params_per_s / 1e9:.2f} G parameters/s")
+    update = f"{rates.update_params_per_s / 1e9:.2f} G parameters/s"
+    on_device = f", {rates.device_update_params_per_s / 1e9:.2f} on the device"
+    table.add_row("update", update if rates.cores_shared else update + on_device)
     table.add_row("host memory", f"one pass at {_rate(rates.host_bytes_per_s)}")
     sizes = (machine.device_bytes, machine.host_bytes, machine.disk_bytes)
     table.add_row("free: device, host, disk", ", ".join(map(format_size, sizes)))

@@ -21,6 +21,7 @@ class HardwareSpec:
     cores_shared: bool = False
     disk_together: float = 0.5
     device_update_params_per_s: float = 1e10  # AdamW on the device, of what lies there
+    link_together: float = 1.0  # of the rate of each way over the link, while both are used
 
 
 @dataclass(frozen=True, slots=True)
