@@ -137,7 +137,8 @@ def run(case: Case, seconds: float, given: argparse.Namespace) -> Result:
     asked = {
         "shape": case.shape, "rows": case.rows, "micro": case.micro, "moments": case.moments, "clip": case.clip,
         "layers": case.layers, "how": case.system, "device": given.device, "store": str(store),
-        "seconds": 0.6 * seconds, "device_bytes": parse_size(given.device_memory), "options": {**memory, **case.options},
+        "seconds": 0.6 * seconds, "device_bytes": parse_size(given.device_memory),
+        "options": {**memory, **case.options},
     }  # fmt: skip
     python = given.deepspeed if case.system.startswith("ZeRO") else sys.executable
     command = [python, str(WORKERS / _SCRIPTS.get(case.system, "torch_worker.py")), json.dumps(asked)]

@@ -1,8 +1,8 @@
 """Plain PyTorch and what it brings: `torch_worker.py '{"how": "plain"|"ideal"|"fsdp2"|"torchao", ...}'`.
 
-plain: everything on the device, bfloat16 weights, fp32 masters, fused AdamW, clipping, blocks recomputed. ideal: forward
-and backward of so many layers on the device and no update, micro-batch by micro-batch: what no offloading can beat.
-fsdp2: fully_shard with CPUOffloadPolicy on one rank. torchao: CPUOffloadOptimizer around fused AdamW.
+plain: everything on the device, bfloat16 weights, fp32 masters, fused AdamW, clipping, blocks recomputed. ideal:
+forward and backward of so many layers on the device and no update, micro-batch by micro-batch: what no offloading can
+beat. fsdp2: fully_shard with CPUOffloadPolicy on one rank. torchao: CPUOffloadOptimizer around fused AdamW.
 """
 
 import json
