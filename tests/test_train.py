@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 
 import directories
 from spillway.cli.main import run
+from spillway.data import Batches, DataPosition, encode_files
+from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.runtime import lanes
 
 
@@ -269,3 +271,28 @@ def test_five_bad_batches_in_a_row_stop_the_run_all_the_same(
     one_bad_gradient(9, 1000)
     assert run(arguments(model, data, tmp_path / "run", "--max-steps", "9", "--non-finite", "skip")) == 6
     assert "5 batches in a row are not finite" in " ".join(capsys.readouterr().err.split())
+
+
+def test_held_out_data_is_evaluated_now_and_then_and_changes_nothing(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, plain = tmp_path / "run", tmp_path / "plain"
+    flags = ("--max-steps", "5", "--states", "disk")
+    assert run(arguments(model, data, plain, *flags)) == 0
+    assert run(arguments(model, data, out, *flags, "--eval-data", str(data), "--eval-steps", "2")) == 0
+    assert "held-out loss" in capsys.readouterr().err
+    assert losses(out) == losses(plain)
+    found = [line["eval_loss"] for line in metrics(out)]
+    assert [loss is None for loss in found] == [True, False, True, False, False]
+    assert found[4] < found[1]
+    tokenizer = load_tokenizer(model)
+    length = json.loads((out / "config.json").read_text())["max_length"]["value"]
+    batches = Batches(encode_files((str(data),), tokenizer, length).samples, 1, length, 0, False, pad_id(tokenizer))
+    trained = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.bfloat16)
+    total = count = 0.0
+    with torch.no_grad():
+        for index in range(batches.per_epoch()):
+            batch = batches.at(DataPosition(0, index))
+            tokens = int((batch["labels"] != -100).sum())
+            total, count = total + tokens * float(trained(**batch).loss), count + tokens
+    assert found[4] == pytest.approx(total / count, rel=5e-3)

@@ -22,6 +22,7 @@ from spillway.assembly import Prepared, persistent_buffers, prepared
 from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.data import Batches, DataPosition, Encoded, encode_files
+from spillway.evaluate import Evaluation
 from spillway.hardware.calibration import calibration, note_run
 from spillway.hardware.drives import endurance_of
 from spillway.hardware.watch import MemoryWatch
@@ -58,6 +59,7 @@ class _Progress:
     step: int = 0
     position: DataPosition = field(default_factory=DataPosition)
     losses: list[float] = field(default_factory=list)
+    eval_losses: list[float] = field(default_factory=list)  # of held-out data
     seconds: list[float] = field(default_factory=list)
     skipped: int = 0  # batches that were not finite
     skipped_in_a_row: int = 0
@@ -113,6 +115,7 @@ class _Run:
         self._stores = store_directories(options, self._directory)
         self._max_length = self._fitting_length(directory)
         self._encode(tokenizer)
+        self._evaluation = self._read_held_out(tokenizer)
         resumed = self._find_resume()
         torch.manual_seed(options.seed)
         say(f"building {directory} and planning")
@@ -192,6 +195,16 @@ class _Run:
             self._reporter.say(
                 f"warning: more than half of the samples are cut: is --max-length {self._max_length} meant?"
             )
+
+    def _read_held_out(self, tokenizer: Any) -> Evaluation | None:
+        options = self._options
+        if not options.eval_data:
+            return None
+        with self._reporter.counting("reading held-out data") as counter:
+            found = encode_files(options.eval_data, tokenizer, self._max_length, counter.reach)
+        self._reporter.say(f"held-out data: {found.num_records} records, {found.num_trained:,} trained tokens")
+        rows, pad = options.per_device_train_batch_size, pad_id(tokenizer)
+        return Evaluation.of(found.samples, rows, self._max_length, options.packing, pad)
 
     def _find_resume(self) -> bool:
         """Whether there is a saved point of this very run. Raises UsageError where it is of another."""
@@ -381,8 +394,20 @@ class _Run:
         progress.wary_steps += self._optimizer.last_result.wary
         tokens = batch["input_ids"].numel()
         progress.tokens += tokens
-        self._record(metrics, watch, position, value, learning_rate, batch, trained, seconds)
+        held_out = self._evaluate()
+        self._record(metrics, watch, position, value, learning_rate, batch, trained, seconds, held_out)
         line.step(progress.step, value, self._optimizer.last_result.grad_norm, learning_rate, tokens, seconds)
+
+    def _evaluate(self) -> float | None:
+        """The held-out loss, where it is time for it."""
+        step = self._progress.step
+        due = step % self._options.eval_steps == 0 or step == self._total
+        if self._evaluation is None or self._model is None or not due:
+            return None
+        loss = self._evaluation.loss(self._model, self._parts.session)
+        self._progress.eval_losses.append(loss)
+        self._reporter.say(f"step {step}/{self._total} · held-out loss {loss:.4f}")
+        return loss
 
     def _forward_and_update(
         self, model: torch.nn.Module, batch: dict[str, torch.Tensor], position: DataPosition, learning_rate: float
@@ -443,6 +468,7 @@ class _Run:
         batch: dict[str, torch.Tensor],
         trained_tokens: int,
         seconds: float,
+        held_out: float | None,
     ) -> None:
         result, session = self._optimizer.last_result, self._parts.session
         busy, moved = sum_lanes(result.traces)
@@ -466,6 +492,7 @@ class _Run:
                 peaks,
                 self._written(),
                 self._progress.skipped,
+                held_out,
             )
         )
 
@@ -539,6 +566,7 @@ class _Run:
             {str(path): warranted for path in self._stores if (warranted := endurance_of(path))},
             str(self._output),
             self._state_bytes(),
+            tuple(progress.eval_losses),
         )
         print_summary(self._reporter.console, summary)
         return summary

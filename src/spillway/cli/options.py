@@ -27,10 +27,12 @@ FIRST_PAGE = {
     "max_length": "Tokens per row; longer conversations are cut, longer texts go on in the next row.",
     "per_device_train_batch_size": "Rows computed at a time.",
     "gradient_accumulation_steps": "That many times more rows per step, at no further traffic of weights.",
+    "eval_data": "Held-out data, as the training data; its loss is shown every --eval-steps and at the end.",
     "save_steps": "Steps between saved points where states rest in host memory; on disk every step is one.",
     "resume_from_checkpoint": "Insist on a saved point. (The same command again goes on by itself.)",
 }
 MORE = {
+    "eval_steps": "Steps between evaluations of --eval-data.",
     "save_total_limit": "Saved points kept on disk; a damaged one is then stepped over.",
     "max_grad_norm": "Clip by the exact global norm; 0 turns it off and lets updates overlap backward.",
     "clip_by": "norm, unit (each block by its own norm) or value (each element), within --max-grad-norm.",

@@ -132,7 +132,8 @@ class ChunkedLoss:
         return profile()
 
     def _note_labels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._labelled = kwargs.get("labels") is not None and torch.is_grad_enabled()
+        needs_loss_alone = torch.is_grad_enabled() or not self._session.wants_logits
+        self._labelled = kwargs.get("labels") is not None and needs_loss_alone
         self._deferred = False
 
     def _forward_head(self, hidden: torch.Tensor) -> Any:

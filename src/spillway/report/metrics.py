@@ -27,6 +27,7 @@ class StepMetrics:
     peak_bytes: dict[str, int]
     written_bytes: dict[str, int]  # to each drive by this run so far, resumed parts included
     skipped_steps: int = 0  # batches passed over so far, since this start of the run
+    eval_loss: float | None = None  # of held-out data, after this step, where it was evaluated
 
 
 class MetricsFile:

@@ -27,6 +27,7 @@ class RunSummary:
     endurance_bytes: dict[str, float]  # what its maker warrants, where that is known
     output: str
     state_bytes: int
+    eval_losses: tuple[float, ...] = ()  # of held-out data
 
 
 def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_bytes: int, steps: int) -> None:
@@ -79,6 +80,8 @@ def print_summary(console: Console, summary: RunSummary) -> None:
         table.add_row(f"{tier} peak", format_size(predicted), shown, format_size(budget))
     table.add_row("model state", format_size(summary.state_bytes), "", "")
     table.add_row("loss, first to last", "", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}", "")
+    if summary.eval_losses:
+        table.add_row("held-out loss", "", f"{summary.eval_losses[0]:.4f} -> {summary.eval_losses[-1]:.4f}", "")
     table.add_row("tokens per second", "", f"{summary.tokens_per_s:,.0f}", "")
     for path, written in summary.written_bytes.items():
         name = "written to disk" if len(summary.written_bytes) == 1 else f"written to {path}"

@@ -16,7 +16,7 @@ from spillway.optim.clip import Clipping, LossScale
 from spillway.optim.update import Hyper
 from spillway.runtime.activations import Activations
 from spillway.runtime.buffers import BufferGuard
-from spillway.runtime.calls import own_copy
+from spillway.runtime.calls import own_copy, run_in_pieces
 from spillway.runtime.device import Device
 from spillway.runtime.executor import Executor
 from spillway.runtime.forward_only import ForwardOnly
@@ -105,6 +105,7 @@ class Session:
         self._traces: list[Trace] = []
         self._activations: Activations | None = None  # of the forward under way
         self.forward_only = ForwardOnly()
+        self.wants_logits = True  # of forwards without gradients
         stand_in(self, units, self._placeholders)
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -376,7 +377,8 @@ class Session:
         if not torch.is_grad_enabled():
             op = None if self._in_step else self.forward_only.next_op(call.unit)
             with self._on_demand(call.unit) if op is None else self._fetched(op) as slot:
-                return tree_map_only(torch.Tensor, lambda output: own_copy(output, slot), call.run())
+                result = run_in_pieces(call) if call.kind == "LOSS" else call.run()
+                return tree_map_only(torch.Tensor, lambda output: own_copy(output, slot), result)
         if not self._in_step:
             raise UsageError(
                 f"{call.member or 'a unit'} was called by itself with gradients enabled: only calls within the forward "
@@ -391,6 +393,15 @@ class Session:
                 f"changes from batch to batch cannot be trained by Spillway"
             )
         return run_in_step(self, index, call)
+
+    @contextmanager
+    def without_logits(self) -> Iterator[None]:
+        """Forwards inside are for their loss alone, also without gradients."""
+        before, self.wants_logits = self.wants_logits, False
+        try:
+            yield
+        finally:
+            self.wants_logits = before
 
     @contextmanager
     def _on_demand(self, unit: int) -> Iterator[torch.Tensor]:

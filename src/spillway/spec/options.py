@@ -48,6 +48,8 @@ class TrainOptions:
     max_length: int = 2048
     per_device_train_batch_size: int = 4
     gradient_accumulation_steps: int = 1
+    eval_data: tuple[str, ...] = ()
+    eval_steps: int = 100
     save_steps: int = 100
     save_total_limit: int = 1
     resume_from_checkpoint: bool = False
@@ -110,7 +112,7 @@ class TrainOptions:
     def check(self) -> None:
         """Raise UsageError naming the first value that makes no sense."""
         positive = ("learning_rate", "num_train_epochs", "max_length", "per_device_train_batch_size",
-                    "gradient_accumulation_steps", "save_steps", "save_total_limit")  # fmt: skip
+                    "gradient_accumulation_steps", "eval_steps", "save_steps", "save_total_limit")  # fmt: skip
         for name in positive:
             if not getattr(self, name) > 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
