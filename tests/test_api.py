@@ -490,3 +490,12 @@ def test_units_whose_outputs_are_not_rows_are_not_cut(tmp_path: Path, kind: str)
     x = torch.randn(4, 3, 8)
     assert model(x).item() == pytest.approx(plain(x).item(), rel=1e-6)
     spillway.close(model)
+
+
+def test_batches_can_be_sent_to_the_device_the_model_names(tmp_path: Path) -> None:
+    plain = models.llama()
+    kind = type(plain)
+    model, _ = spillway.prepare(plain, spillway.AdamW(), store=tmp_path, device="cpu")
+    assert model.device == torch.device("cpu") and isinstance(model, kind)
+    assert type(model).__name__ == kind.__name__
+    spillway.close(model)

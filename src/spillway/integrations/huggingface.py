@@ -216,7 +216,21 @@ def adapt(model: nn.Module, session: Session, label_smoothing: float) -> None:
     if not isinstance(model, transformers.PreTrainedModel):
         return
     session.batch_hooks.append(lambda args, kwargs: _without_cache(model, kwargs))
+    _tell_device(model, session)
     install_loss(model, session, label_smoothing)
+
+
+def _tell_device(model: transformers.PreTrainedModel, session: Session) -> None:
+    """`model.device` is where batches belong; transformers would say where its parameters are, and these are nowhere.
+    It is a property, so the model gets a class of its own."""
+    kind, device = type(model), session.device.torch_device
+    told = {"device": property(lambda _: device), "__module__": kind.__module__, "__doc__": kind.__doc__}
+    model.__class__ = type(kind.__name__, (kind,), told)
+
+    def undo() -> None:
+        model.__class__ = kind
+
+    session.on_undo.append(undo)
 
 
 def _without_cache(model: transformers.PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
