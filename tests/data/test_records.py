@@ -36,9 +36,27 @@ def test_prompt_and_completion_may_be_conversations(tmp_path: Path) -> None:
     assert record.kind == "messages" and record.trained_from == 1
 
 
+def test_records_of_sharegpt_and_alpaca_are_conversations(tmp_path: Path) -> None:
+    rows = [
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
+        {"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"instruction": "a", "input": "i", "output": "b"},
+        {"instruction": "a", "input": "", "output": "b", "system": "s"},
+    ]
+    found = [
+        [(message["role"], message["content"]) for message in record.messages]
+        for record in read_records([write_lines(tmp_path / "a.jsonl", rows)])
+    ]
+    turn = [("user", "a"), ("assistant", "b")]
+    assert found == [[("system", "s"), *turn], turn, [("user", "a\n\ni"), turn[1]], [("system", "s"), *turn]]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ('{"conversations": [{"from": "bot", "value": "a"}]}', "turn 1 is from 'bot'"),
+        ('{"conversations": {}}', "must be a list of objects with 'from'"),
+        ('{"instruction": "a"}', "needs 'output' too"),
         ('{"txt": "a"}', "this one has 'txt'"),
         ('{"messages": [{"role": "bot", "content": "a"}]}', "role 'bot' of message 1 is unknown"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "nothing to train on"),

@@ -10,7 +10,20 @@ from spillway.spec.errors import DataError
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_KINDS = "'messages', 'prompt' and 'completion', or 'text'"
+_KINDS = (
+    "'messages', 'conversations' (ShareGPT), 'instruction' and 'output' (Alpaca), 'prompt' and 'completion', or 'text'"
+)
+# Who speaks in ShareGPT's records.
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +61,12 @@ def as_record(row: Any, where: str) -> Record:
     if row.get("messages") is not None:
         messages = _messages(row["messages"], where)
         return Record("messages", where, messages=messages, tools=tuple(row.get("tools") or ()))
+    if row.get("conversations") is not None:
+        return _share_gpt(row, where)
     if row.get("prompt") is not None or row.get("completion") is not None:
         return _completion(row, where)
+    if row.get("instruction") is not None:
+        return _alpaca(row, where)
     if row.get("text") is not None:
         return Record("text", where, text=_string(row["text"], "text", where))
     fields = ", ".join(f"'{key}'" for key in row) or "none"
@@ -147,6 +164,41 @@ def _messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     if all(message["role"] != "assistant" for message in messages):
         raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to train on")
     return tuple(messages)
+
+
+def _share_gpt(row: dict[str, Any], where: str) -> Record:
+    """Turns with 'from' and 'value'; some files have 'role' and 'content' under the same name."""
+    turns = row["conversations"]
+    if not isinstance(turns, list):
+        raise DataError(f"{where}: 'conversations' must be a list of objects with 'from' and 'value'")
+    messages = []
+    for index, turn in enumerate(turns):
+        if isinstance(turn, dict) and "from" in turn:
+            role = _SPEAKERS.get(turn["from"])
+            if role is None:
+                known = "|".join(_SPEAKERS)
+                raise DataError(f"{where}: turn {index + 1} is from '{turn['from']}'; expected {known}")
+            turn = {"role": role, "content": turn.get("value")}
+        messages.append(turn)
+    has_system = any(isinstance(one, dict) and one.get("role") == "system" for one in messages)
+    if row.get("system") is not None and not has_system:
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    return Record("messages", where, messages=_messages(messages, where), tools=tuple(row.get("tools") or ()))
+
+
+def _alpaca(row: dict[str, Any], where: str) -> Record:
+    """'instruction', perhaps with an 'input' to it, and the 'output' that is trained: a conversation of one turn."""
+    if row.get("output") is None:
+        raise DataError(f"{where}: a record with 'instruction' needs 'output' too")
+    asked = _string(row["instruction"], "instruction", where)
+    given = _string(row.get("input") or "", "input", where)
+    messages = [
+        {"role": "user", "content": f"{asked}\n\n{given}" if given else asked},
+        {"role": "assistant", "content": _string(row["output"], "output", where)},
+    ]
+    if row.get("system"):
+        messages.insert(0, {"role": "system", "content": _string(row["system"], "system", where)})
+    return Record("messages", where, messages=_messages(messages, where))
 
 
 def _completion(row: dict[str, Any], where: str) -> Record:
