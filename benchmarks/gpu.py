@@ -1,12 +1,12 @@
 """On a GPU: share of what the GPU can do, ours beside the field, and what each choice of the plan is worth.
 
-    python benchmarks/gpu.py PART ... [--device-memory 24GB] [--host-memory 64GB] [--disk-memory 48GB]
+    python benchmarks/gpu.py PART ... [--device-memory 24GB] [--host-memory 64GB] [--disk-memory 58GB]
                              [--directory DIR] [--minutes 8.5] [--deepspeed PYTHON] [--out benchmarks/results] [--check]
 
 Parts, each within --minutes:
-    1b 8b 13b 30b   ours at several numbers of rows of 1,024 tokens (30b with 8-bit states; 13b and 30b in 100 GB of
-                    host memory) beside the ideal: forward and backward of two depths wholly on the device,
-                    extrapolated to all layers
+    1b 8b 13b 30b   ours at several numbers of rows of 1,024 tokens, beside the ideal: forward and backward of two
+                    depths wholly on the device, extrapolated to all layers (all but 1b in 100 GB of host memory; 13b
+                    and 30b unclipped, for then no gradient waits; 30b with 8-bit states and 24-bit masters)
     peers-1b peers-8b   ours, DeepSpeed ZeRO-Offload and ZeRO-Infinity, FSDP2 with CPU offload, torchao's
                     CPUOffloadOptimizer and plain PyTorch, at equal rows and micro-batches
     ladder          the update modes on disk: serial, overlap-naive, overlap, deferred, auto
@@ -58,6 +58,7 @@ class Case:
     rows: int
     micro: int | None = None
     moments: str = "float32"
+    master_bits: int = 32
     clip: float | None = 1.0
     layers: int | None = None
     host_memory: str | None = None
@@ -115,9 +116,9 @@ def _smoke() -> Iterator[Case]:
 
 PARTS = {
     "1b": lambda: list(_own("1b", 8, (16, 64, 128))),
-    "8b": lambda: list(_own("8b", 8, (64, 128, 256))),
-    "13b": lambda: list(_own("13b", 4, (64, 128), host_memory="100GB")),
-    "30b": lambda: list(_own("30b", 4, (64,), moments="8bit", host_memory="100GB")),
+    "8b": lambda: list(_own("8b", 8, (32, 64, 128), host_memory="100GB")),
+    "13b": lambda: list(_own("13b", 4, (16, 32), clip=None, host_memory="100GB")),
+    "30b": lambda: list(_own("30b", 4, (4,), moments="8bit", master_bits=24, clip=None, host_memory="100GB")),
     "peers-1b": lambda: list(_peers("1b", 32, 8)),
     "peers-8b": lambda: list(_peers("8b", 64, 8)),
     "ladder": lambda: list(_ladder("1b", 64, 8)),
@@ -135,7 +136,8 @@ def run(case: Case, seconds: float, given: argparse.Namespace) -> Result:
     if given.device == "cuda":
         memory["device_memory"] = given.device_memory
     asked = {
-        "shape": case.shape, "rows": case.rows, "micro": case.micro, "moments": case.moments, "clip": case.clip,
+        "shape": case.shape, "rows": case.rows, "micro": case.micro, "moments": case.moments,
+        "master_bits": case.master_bits, "clip": case.clip,
         "layers": case.layers, "how": case.system, "device": given.device, "store": str(store),
         "seconds": 0.6 * seconds, "device_bytes": parse_size(given.device_memory),
         "options": {**memory, **case.options},
@@ -253,7 +255,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--device-memory", default="24GB")
     parser.add_argument("--host-memory", default="64GB")
-    parser.add_argument("--disk-memory", default="48GB")
+    parser.add_argument("--disk-memory", default="58GB")
     parser.add_argument("--directory", type=Path, default=Path("gpu-benchmark"))
     parser.add_argument("--minutes", type=float, default=8.5, help="for each part")
     parser.add_argument("--deepspeed", default=sys.executable)

@@ -296,3 +296,19 @@ def test_held_out_data_is_evaluated_now_and_then_and_changes_nothing(
             tokens = int((batch["labels"] != -100).sum())
             total, count = total + tokens * float(trained(**batch).loss), count + tokens
     assert found[4] == pytest.approx(total / count, rel=5e-3)
+
+
+def test_a_run_without_room_for_two_copies_is_made_in_place_and_says_so(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, plain = tmp_path / "run", tmp_path / "plain"
+    flags = ("--max-steps", "4", "--states", "disk", "--weights", "disk")
+    assert run(arguments(model, data, plain, *flags)) == 0
+    need = json.loads((plain / "plan.json").read_text())["peaks"]["disk"]
+    capsys.readouterr()
+    assert run(arguments(model, data, out, *flags, "--disk-memory", str(int(0.7 * need)), "--save-steps", "2")) == 0
+    assert "no saved points" in " ".join(capsys.readouterr().err.split())
+    assert losses(out) == losses(plain)
+    ours, theirs = load_file(out / "model" / "model.safetensors"), load_file(plain / "model" / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert not list((out / "store").glob("step-*.json"))

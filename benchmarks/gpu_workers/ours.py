@@ -10,14 +10,16 @@ from spillway.assembly import prepared
 
 given = json.loads(sys.argv[1])
 model = make_model(given["shape"], given["device"])
-settings = spillway.AdamW(lr=1e-5, max_grad_norm=given["clip"], moments=given["moments"])
+settings = spillway.AdamW(
+    lr=1e-5, max_grad_norm=given["clip"], moments=given["moments"], master_bits=given["master_bits"]
+)
 model, optimizer = spillway.prepare(
     model,
     settings,
     store=given["store"],
     device=given["device"],
     micro_batch=given["micro"],
-    keep=spillway.KeepPoints(1, of_memory=False),
+    keep=spillway.KeepPoints(0, of_memory=False),
     **given["options"],
 )
 model.train()

@@ -223,6 +223,8 @@ def save_point(model: nn.Module) -> int:
     parts = prepared(model)
     if parts.points.directory is None:
         raise UsageError("there is no store to save to: pass store= to prepare")
+    if not parts.points.are_kept:
+        raise UsageError("this run keeps no saved points (the drives have no room for two copies, or keep= says so)")
     if not parts.session.is_open:  # or closed, which this says
         raise UsageError("nothing was trained yet: there is no step to save")
     parts.session.come_to_rest()

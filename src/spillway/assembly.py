@@ -25,7 +25,7 @@ from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import LAST_POINT, Placement, Plan
+from spillway.spec.plan import Placement, Plan
 from spillway.spec.state import StateFormat
 from spillway.store.placed import PlacedStore
 
@@ -121,7 +121,8 @@ def assemble(
         compute, geometry, place.device_memory, place.host_memory, place.disk_memory, _host_bytes(in_memory)
     )
     layouts = [unit.layout for unit in units]
-    store = PlacedStore(layouts, geometry, budget, compute.allocate, compute.pin, points.found, request.keep)
+    request = replace(request, goes_on=bool(points.found))
+    store = PlacedStore(layouts, geometry, budget, compute.allocate, compute.pin, points.found)
     planner = Planner(compute, units, paths, budget, request, form)
     cores = psutil.cpu_count(logical=True) or 1
     threads = cores if compute.kind == "cpu" else max(cores - 2, 1)  # a GPU wants to be fed
@@ -140,7 +141,7 @@ def assemble(
         in_memory,
     )
     session.on_rest = lambda: points.at_rest(store)
-    store.on_open = lambda opened: _fill(opened, parts, source)
+    store.on_open = lambda opened, plan: _fill(opened, plan, parts, source)
     _prepared[model] = parts
     try:
         _adapt(model, session, label_smoothing)
@@ -150,8 +151,9 @@ def assemble(
     return parts
 
 
-def _fill(opened: PlacedStore, parts: Prepared, source: WeightSource) -> None:
+def _fill(opened: PlacedStore, plan: Plan, parts: Prepared, source: WeightSource) -> None:
     """Put the store's first content to rest: the saved point that is gone on from, or the weights of the source."""
+    parts.points.keep_last = plan.placement.keep.last
     if parts.points.found:
         parts.points.restore(opened, parts.on_load)
         if parts.optimizer is not None:
@@ -183,7 +185,7 @@ def model_profiler(
     units = find_units(model, form)
     nothing = Budget(0, 0, 0, 0)
     placed = PlacedStore(
-        [unit.layout for unit in units], None, nothing, lambda size: torch.empty(0), lambda _: _nothing, (), LAST_POINT
+        [unit.layout for unit in units], None, nothing, lambda size: torch.empty(0), lambda _: _nothing, ()
     )
     found: list[ModelProfile] = []
 

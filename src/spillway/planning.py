@@ -164,7 +164,7 @@ class Question:
             options.waits_for_norm,
             1,
             machine.disk_bytes > 0,
-            KeepPoints(options.save_total_limit, True),
+            KeepPoints(options.save_total_limit, options.save_total_limit > 0),
             options.activations,
             options.policy,
         )

@@ -141,7 +141,7 @@ class _Run:
                 settings_of(options),
                 store=self._stores,
                 resume=self._saved_in if resumed else False,
-                keep=KeepPoints(options.save_total_limit, True),
+                keep=KeepPoints(options.save_total_limit, options.save_total_limit > 0),
                 **options.placement(),
             )
         for note in notes:
@@ -360,6 +360,9 @@ class _Run:
                         raise Interrupted(
                             f"interrupted after step {progress.step} of {self._total}, which is saved: the same "
                             f"command goes on from there"
+                            if self._parts.points.are_kept
+                            else f"interrupted after step {progress.step} of {self._total}: the model as it is then is "
+                            f"in {self._output}; its optimizer states are not saved"
                         )
                     if progress.step % options.save_steps == 0:
                         self._save_point(background=True)
@@ -519,7 +522,9 @@ class _Run:
         return {"position": json.dumps(position), "identity": json.dumps(self._identity)}
 
     def _save_point(self, background: bool = False) -> None:
-        if self._progress.step > 0:
+        if self._progress.step > 0 and not self._parts.points.are_kept and self._model is not None:
+            save_pretrained(self._model, self._output)
+        elif self._progress.step > 0:
             self._parts.session.come_to_rest()
             self._parts.points.save(self._parts.session.store, self._progress.step, background)
             if not background:

@@ -13,7 +13,7 @@ from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget
 from spillway.spec.jsonable import from_json, to_json
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Kept, Plan
+from spillway.spec.plan import NO_POINTS, Kept, Plan
 
 
 @settings(max_examples=80, deadline=None)
@@ -85,3 +85,31 @@ def test_overlapped_updates_are_predicted_to_be_faster_than_serial_ones() -> Non
         for update in ("serial", "overlap-naive", "overlap")
     }
     assert times["overlap"] < times["overlap-naive"] < times["serial"]
+
+
+def test_steps_are_made_in_place_where_the_drives_have_no_room_for_two_copies() -> None:
+    model = profiles.chain(6)
+    request = PlanRequest("overlap", "disk", "disk", activations="recompute")
+    budget = Budget(10**8, 10**8, 10**12, 10**7)
+    whole = make_plan(model, profiles.MACHINE, budget, request)
+    assert whole.placement.keep.last == 1
+    short = dataclasses.replace(budget, disk_bytes=int(0.6 * whole.peaks.disk))
+    plan = make_plan(model, profiles.MACHINE, short, request)
+    assert plan.placement.keep.last == 0 and plan.peaks.disk <= short.disk_bytes
+    assert any("no saved points" in note for note in plan.notes)
+    with pytest.raises(PlanInfeasible, match="disk"):
+        make_plan(model, profiles.MACHINE, short, dataclasses.replace(request, goes_on=True))
+    with pytest.raises(PlanInfeasible, match="disk"):
+        make_plan(model, profiles.MACHINE, dataclasses.replace(budget, disk_bytes=whole.peaks.disk // 4), request)
+
+
+def test_what_the_drives_have_no_room_for_rests_in_memory_and_on_the_device() -> None:
+    model = profiles.chain(8)
+    request = PlanRequest(activations="recompute", keep=NO_POINTS)
+    state = sum(unit.weight_bytes + unit.state_bytes for unit in model.units)
+    for device, host, disk in ((0.3, 0.9, 0.4), (0.8, 0.6, 0.4), (0.3, 1.5, 0.02)):
+        working = 6 * max(unit.weight_bytes + unit.state_bytes for unit in model.units)
+        budget = Budget(int(device * state) + working, int(host * state) + working, int(disk * state), 0)
+        plan = make_plan(model, profiles.MACHINE, budget, request)
+        assert plan.peaks.disk <= budget.disk_bytes < state
+        assert plan.peaks.host <= budget.host_bytes and plan.peaks.device <= budget.device_bytes

@@ -46,6 +46,11 @@ class SavedPoints:
     warnings: list[str] = field(default_factory=list)  # saved points that could not be used, and why
 
     @property
+    def are_kept(self) -> bool:
+        """Whether there are any: not without a store, nor where the drives have no room for two copies."""
+        return self.directory is not None and self.keep_last > 0
+
+    @property
     def step(self) -> int:
         """Optimizer steps behind the saved point that is gone on from."""
         return self.found[0].step if self.found else 0
@@ -89,7 +94,7 @@ class SavedPoints:
         """The weights are at rest for the first time: no manifest names them yet, but no step may overwrite them
         before one does."""
         for home in store.homes.units:
-            home.saved = (home.current,) if home.extents else ()
+            home.saved = (home.current,) if home.extents and self.keep_last else ()
 
     def after_step(self, store: PlacedStore, step: int) -> None:
         """Commit, where every step is a saved point; finish the one that was written during this step."""
@@ -115,7 +120,7 @@ class SavedPoints:
         """Make the end of this step a saved point, also where states rest in memory. `background`: while the next step
         runs; it is committed by that step's end, or by `settle`."""
         self.settle(store)
-        if self.directory is None or step == self.saved_step:
+        if not self.are_kept or step == self.saved_step:
             return
         homes = store.homes
         try:
@@ -199,7 +204,7 @@ class SavedPoints:
 
     def _commit(self, store: PlacedStore, point: "_Point", extents: tuple[int, ...]) -> None:
         """`extents`: the one of each unit that holds the point."""
-        if self.directory is None:
+        if self.directory is None or not self.are_kept:
             return
         units = tuple(
             UnitRecord(

@@ -33,7 +33,7 @@ FIRST_PAGE = {
 }
 MORE = {
     "eval_steps": "Steps between evaluations of --eval-data.",
-    "save_total_limit": "Saved points kept on disk; a damaged one is then stepped over.",
+    "save_total_limit": "Saved points kept on disk; a damaged one is then stepped over. 0: none, for half the disk.",
     "max_grad_norm": "Clip by the exact global norm; 0 turns it off and lets updates overlap backward.",
     "clip_by": "norm, unit (each block by its own norm) or value (each element), within --max-grad-norm.",
     "loss_scale": "auto (dynamic for float16), dynamic, or a number.",

@@ -78,8 +78,15 @@ class Filler:
     def deepest(self, update: str) -> Candidate:
         """The deepest pipeline that fits with everything as far from the device as may be. Raises PlanInfeasible."""
         smallest = self.smallest(update)
-        larger = map(self.candidate, self._pipelines(update))
-        return next((found for found in larger if self.fits(found)), smallest)
+        rests = [where.states for where in smallest.placement.units]
+        in_memory, on_device = map(rests.count, ("host", "device")) if "disk" in self._space.states[:1] else (0, 0)
+        for placement in self._pipelines(update):
+            found = self.candidate(placement)
+            if in_memory or on_device:
+                found = self._off_the_drives(found, in_memory, on_device)
+            if self.fits(found):
+                return found
+        return smallest
 
     def smallest(self, update: str) -> Candidate:
         """The shallowest pipeline, with inputs of units far away, or without slots that they come back to. Raises
@@ -89,7 +96,46 @@ class Filler:
             tried.append(self.candidate(replace(self._lowest(update, 1, *_SUBGROUPS[-1], tier), grad_slots=1)))
             if self.fits(tried[-1]):
                 return tried[-1]
+            mixed = self._fewest_off_the_drives(tried[-1])
+            if mixed is not None:
+                return mixed
         raise PlanInfeasible(self._shortage(tried[0]), tried[0].peaks)
+
+    def _fewest_off_the_drives(self, candidate: Candidate) -> Candidate | None:
+        """With as many units in host memory, and then on the device, as the drives have no room for; None where that
+        does not fit either."""
+        if candidate.peaks.disk <= self._budget.disk_bytes or self._request.fixed is not None:
+            return None
+        units = len(candidate.placement.units)
+        may_live = "device" in self._space.states and not self._device_is_host
+        for on_device in range(units if may_live else 1):
+            found = self._off_the_drives(candidate, units - on_device, on_device)
+            if found.peaks.device > self._budget.device_bytes or found.peaks.disk > self._budget.disk_bytes:
+                break
+            low, high = 0, units - on_device
+            while high - low > 1:
+                middle = (low + high) // 2
+                trial = self._off_the_drives(candidate, middle, on_device)
+                low, high, found = (
+                    (low, middle, trial) if trial.peaks.disk <= self._budget.disk_bytes else (middle, high, found)
+                )
+            if self.fits(found):
+                return found
+        return None
+
+    def _off_the_drives(self, candidate: Candidate, in_memory: int, on_device: int) -> Candidate:
+        """With the last so many units that are trained wholly on the device, and the first so many in host memory."""
+        units = list(candidate.placement.units)
+        trained = [index for index, where in enumerate(units) if where.states == "disk"]
+        there = set(trained[len(trained) - on_device :])
+        for index in there:
+            units[index] = replace(units[index], weights="device", states="device", grads="device")
+        if "host" in self._space.states:
+            for index in [index for index in trained if index not in there][:in_memory]:
+                where = units[index]
+                weights = "host" if where.weights == "disk" and "host" in self._space.weights else where.weights
+                units[index] = replace(where, weights=weights, states="host", grads="host")
+        return self.candidate(_with(candidate.placement, "units", units))
 
     def _pipelines(self, update: str) -> Iterator[Placement]:
         """Ever smaller ones. The window takes device memory and subgroups take host memory: where these are one, slots
@@ -109,7 +155,7 @@ class Filler:
         placed = self._kinds.placed(placement)
         pools = SlabNames(self._model, placement, placed).all()
         stored = self._request.has_store
-        extents = extents_of_units(placement, self._request.keep) if stored else (0,) * len(placement.units)
+        extents = extents_of_units(placement) if stored else (0,) * len(placement.units)
         process = self._budget.process_bytes
         tiers = peaks(self._model, placement, pools, process, self._device_is_host, extents, placed)
         return Candidate(placement, pools, tiers)
@@ -139,7 +185,8 @@ class Filler:
         units = request.fixed.units if request.fixed is not None else tuple(self._lowest_units(update))
         turns = space.policy.in_turn
         clip, times = request.clip, request.accumulation
-        return Placement(units, acts, update, clip, times, window, slabs, subgroup, turns)
+        keep = request.keep if request.fixed is None else request.fixed.keep
+        return Placement(units, acts, update, clip, times, window, slabs, subgroup, turns, keep=keep)
 
     def _lowest_units(self, update: str) -> Iterator[UnitPlacement]:
         space, request = self._space, self._request
@@ -170,7 +217,7 @@ class Filler:
     def _must_defer(self, placement: Placement, where: UnitPlacement) -> bool:
         """Whether a unit leaves its update to the next forward: as all do, or because a guess could not be taken back:
         nothing on disk holds what it changes, or the gradient is not at hand."""
-        sure = where.states != "disk" or where.weights == "device" or where.grads != "host"
+        sure = where.states != "disk" or where.weights == "device" or where.grads != "host" or not placement.keep.last
         return placement.update == "deferred" or (placement.speculates and sure)
 
     # Ways to fill memory #

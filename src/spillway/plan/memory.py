@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from spillway.plan.pools import Kinds, Placed, stored_bytes
 from spillway.spec.model import CallProfile, ModelProfile
-from spillway.spec.plan import KeepPoints, Kept, Placement, Plan, Pool, TierPeaks
+from spillway.spec.plan import Kept, Placement, Plan, Pool, TierPeaks
 
 # A GPU's allocator hands out what calls keep in blocks that are rounded up and do not always fit where others were.
 _FRAGMENTED = 1.1
@@ -37,19 +37,22 @@ def residents(model: ModelProfile, placement: Placement, unit: int) -> Residents
     return Residents(device, host)
 
 
-def extents_of_units(placement: Placement, keep: KeepPoints) -> tuple[int, ...]:
+def extents_of_units(placement: Placement) -> tuple[int, ...]:
     """Copies of each unit on disk. Those of the saved points that are kept and the one being written, where each step
     is a saved point. Where states also rest in host memory, saved points lie further apart and the step goes on writing
-    beside the one that the next saved point will name: one more. A unit that is not trained never changes."""
-    anything_on_disk = any("disk" in (where.weights, where.states) for where in placement.units)
-    all_on_disk = all(where.states in ("disk", "none") for where in placement.units)
-    if all_on_disk:
+    beside the one that the next saved point will name: one more. A unit that is not trained never changes. Where no
+    points are saved there is one copy, of what rests on disk."""
+    keep = placement.keep
+    on_disk = ["disk" in (where.weights, where.states) for where in placement.units]
+    if not keep.last:
+        return tuple(map(int, on_disk))
+    if all(where.states in ("disk", "none") for where in placement.units):
         trained = keep.last + 1
-    elif anything_on_disk:
+    elif any(on_disk):
         trained = keep.last + 2
     else:
         trained = keep.last + 1 if keep.of_memory else 0
-    frozen = 1 if anything_on_disk or keep.of_memory else 0
+    frozen = 1 if any(on_disk) or keep.of_memory else 0
     return tuple(frozen if where.states == "none" else trained for where in placement.units)
 
 

@@ -21,6 +21,7 @@ class PlanRequest:
     activations: str = "auto"  # one of ACTIVATIONS
     policy: str = "auto"  # one of POLICIES
     tapes: bool = True  # not where blocks are compiled, whose operators nobody sees
+    goes_on: bool = False  # from a saved point, which must stay until there is another
     fixed: Placement | None = None  # units already rest where it says: only the step is planned
 
 

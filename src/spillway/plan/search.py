@@ -17,7 +17,7 @@ from spillway.plan.swap import outputs
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Plan
+from spillway.spec.plan import NO_POINTS, Plan
 from spillway.spec.sizes import format_size
 
 # Of the updates that could be made within the step: how many are left to the next forward.
@@ -46,6 +46,23 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
     Raises PlanInfeasible naming the tier that is short and the smallest budget that works, UsageError where forced
     choices contradict each other.
     """
+    try:
+        return _make_plan(model, hardware, budget, request)
+    except PlanInfeasible as error:
+        if not _may_save_nothing(request):
+            raise
+        try:
+            return _make_plan(model, hardware, budget, replace(request, keep=NO_POINTS))
+        except PlanInfeasible:
+            raise error from None
+
+
+def _may_save_nothing(request: PlanRequest) -> bool:
+    """Whether steps may be made in place where the drives have no room for two copies: not once a run has a point."""
+    return request.has_store and request.keep.last > 0 and not request.goes_on and request.fixed is None
+
+
+def _make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> Plan:
     space = space_of(request)
     if not model.calls:
         budget = _before_calls_are_known(model, hardware, budget)
@@ -65,11 +82,14 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
 def fits(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> bool:
     """Whether there is any plan; takes far less than making one."""
     space = space_of(request)
-    try:
-        Filler(model, hardware, budget, request, space).smallest(_first_mode(space, request))
-    except PlanInfeasible:
-        return False
-    return True
+    for keep in dict.fromkeys((request.keep, NO_POINTS if _may_save_nothing(request) else request.keep)):
+        asked = replace(request, keep=keep)
+        try:
+            Filler(model, hardware, budget, asked, space).smallest(_first_mode(space, asked))
+        except PlanInfeasible:
+            continue
+        return True
+    return False
 
 
 def swapped_plans(
@@ -276,7 +296,12 @@ def _spread(units: list[int], share: float) -> frozenset[int]:
 def _notes(model: ModelProfile, candidate: Candidate, request: PlanRequest) -> tuple[str, ...]:
     notes = []
     placement = candidate.placement
-    if request.has_store and any(where.states == "host" for where in placement.units):
+    if request.has_store and not placement.keep.last:
+        notes.append(
+            "no saved points, for the drives have no room for two copies: the model is written every --save-steps, and "
+            "a crash loses the optimizer states"
+        )
+    elif request.has_store and any(where.states == "host" for where in placement.units):
         notes.append("optimizer states rest in host memory: saved points are --save-steps apart")
     if any(where.grads == "disk" for where in placement.units if where.states != "none"):
         notes.append("gradients wait on disk for the global norm: more host memory, or no clipping, avoids that")

@@ -51,7 +51,7 @@ class StepState:
     fresh: set[int] = field(default_factory=set)  # units whose gradient slot this backward has filled
     acts: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # inputs on their way out, per call
     at_rest: bool = False  # every update of `late` is
-    in_place: bool = False  # an update has changed weights or states that rest in host memory
+    in_place: bool = False  # an update has changed weights or states of which there is no other copy
     act_extents: dict[int, Extent] = field(default_factory=dict)
 
     @property
@@ -303,6 +303,7 @@ class LaneWorker:
     def _write_state(self, op: Op, home: UnitHome) -> None:
         if self._skips(op):
             return
+        self.step.in_place |= home.in_place and not op.late
         moves = SlabRange(home, op.start, op.stop).writes(self._buffer(op.source))
         self._homes.need_disk().write_all(self._homes.write_engine, moves)
 

@@ -112,10 +112,12 @@ class TrainOptions:
     def check(self) -> None:
         """Raise UsageError naming the first value that makes no sense."""
         positive = ("learning_rate", "num_train_epochs", "max_length", "per_device_train_batch_size",
-                    "gradient_accumulation_steps", "eval_steps", "save_steps", "save_total_limit")  # fmt: skip
+                    "gradient_accumulation_steps", "eval_steps", "save_steps")  # fmt: skip
         for name in positive:
             if not getattr(self, name) > 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
+        if self.save_total_limit < 0:
+            raise UsageError(f"--save-total-limit must be at least 0, not {self.save_total_limit}")
         if self.max_steps == 0 or self.max_steps < -1:
             raise UsageError("--max-steps must be more than 0, or left out for whole epochs")
         if self.seed < 0:

@@ -91,6 +91,19 @@ class UnitPlacement:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepPoints:
+    """Saved points: how many stay, and whether they are asked for where states rest in memory. With none, steps are
+    made in place: that takes half the disk, and a crash loses what was trained."""
+
+    last: int = 1
+    of_memory: bool = True  # extents on disk for units that rest in host memory too
+
+
+LAST_POINT = KeepPoints()
+NO_POINTS = KeepPoints(0, False)
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """Every free variable of a plan; lowering turns it into operations without further choices."""
 
@@ -104,6 +117,7 @@ class Placement:
     subgroup: int  # elements updated by one UPDATE
     in_turn: bool = False  # every operation waits for the one before it: nothing overlaps
     grad_slots: int = 2  # so that a download overlaps the next backward; 1 where there is no room
+    keep: KeepPoints = LAST_POINT
 
     @property
     def overlaps(self) -> bool:
@@ -119,17 +133,6 @@ class Placement:
     def keeps_gradient(self, unit: int) -> bool:
         """Whether the gradient of a unit may still be wanted after the backward it came from."""
         return self.clip or self.update == "serial" or self.units[unit].defers
-
-
-@dataclass(frozen=True, slots=True)
-class KeepPoints:
-    """Saved points: how many stay, and whether they are asked for where states rest in memory."""
-
-    last: int = 1
-    of_memory: bool = True  # extents on disk for units that rest in host memory too
-
-
-LAST_POINT = KeepPoints()
 
 
 @dataclass(frozen=True, slots=True)

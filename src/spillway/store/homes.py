@@ -36,10 +36,15 @@ class UnitHome:
     saved: tuple[int, ...] = ()  # the extents that manifests name, the newest first
     has_grad: bool = False  # a gradient has been accumulated since the last update
 
+    @property
+    def in_place(self) -> bool:
+        """Whether a step overwrites the one before it on disk."""
+        return len(self.extents) == 1 and self.layout.num_trainable > 0
+
     def next_extent(self) -> int:
-        """The extent to write next: neither the last step's nor a saved point's."""
+        """The extent to write next: neither the last step's nor a saved point's; where there is but one, that one."""
         if self.written is None:
-            taken = {self.current, *self.saved}
+            taken = set() if self.in_place else {self.current, *self.saved}
             self.written = next((index for index in range(len(self.extents)) if index not in taken), None)
             if self.written is None:
                 raise DiskError("there is no room for another step: the one before could not be saved; save it first")

@@ -11,7 +11,7 @@ from spillway.plan.pools import SlabNames
 from spillway.spec.errors import DiskError, invariant
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import KeepPoints, Plan, Pool
+from spillway.spec.plan import Plan, Pool
 from spillway.store.arena import Arena, SlabPools
 from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Extent, Geometry, StripedDisk
@@ -36,7 +36,6 @@ class PlacedStore:
         on_device: Allocate,
         pin: Pin,
         saved: tuple[Manifest, ...],
-        keep: KeepPoints,
     ) -> None:
         """`saved`: the points in the files that must stay whole, the newest first; without any the files start empty.
         `on_device`: allocates a device buffer."""
@@ -48,7 +47,6 @@ class PlacedStore:
         self._unpin_slabs: Callable[[], None] = _nothing
         self._unpin_residents: Callable[[], None] = _nothing
         self._saved = saved
-        self._keep = keep
         self._arena: Arena | None = None
         self._homes: Homes | None = None
         self._resident_end = 0
@@ -60,7 +58,7 @@ class PlacedStore:
         self._names: SlabNames | None = None
         self._lone: Arena | None = None  # room for a unit that is wanted while no slabs are laid out
         self.pools: SlabPools | None = None
-        self.on_open: Callable[[PlacedStore], None] | None = None
+        self.on_open: Callable[[PlacedStore, Plan], None] | None = None
 
     @property
     def homes(self) -> Homes:
@@ -95,7 +93,7 @@ class PlacedStore:
         native.touch(residents.data_ptr(), residents.numel(), os.cpu_count() or 1)
         self._unpin_residents = self._pin(residents)
         if self.on_open is not None:
-            self.on_open(self)
+            self.on_open(self, plan)
 
     def lay_slabs(self, plan: Plan) -> None:
         """Cut the rest of the arena into the plan's pools; nothing may be leased, and no one may hold the slabs of the
@@ -223,7 +221,7 @@ class PlacedStore:
         fresh = not self._saved
         for index, layout in enumerate(self._layouts):
             extents = list(dict.fromkeys(Extent(record.offset, record.num_bytes) for record in kept[index]))
-            copies = extents_of_units(plan.placement, self._keep)[index] if disk else 0
+            copies = extents_of_units(plan.placement)[index] if disk else 0
             while len(extents) < copies:
                 extents.append(space.allocate(layout.extent_bytes))
             homes.append(self._make_home(plan, profile, index, tuple(extents)))
