@@ -23,6 +23,8 @@ from spillway.spec.sizes import format_size
 # Of the updates that could be made within the step: how many are left to the next forward.
 _FIRST_SHARE = 0.5  # the drive then has about as much to do in forward as in backward
 _DEFERRED_SHARES = (0.25, 1.0)
+# Operations that are simulated before the best plan so far has to do: some seconds of them.
+_PATIENCE = 300_000
 # A plan this close to what none can beat is not searched further.
 _CLOSE = 1.01
 _SMALLEST_VISIT = 1 << 18
@@ -139,6 +141,7 @@ class _Search:
         self._budget = budget
         self._request = request
         self._space = space
+        self._simulated = 0
 
     def run(self) -> _Timed:
         """The fastest plan that was found."""
@@ -149,7 +152,7 @@ class _Search:
         best: _Timed | None = None
         for place in sorted(found, key=lambda place: (bounds[place], self._recomputed(found[place]))):
             for variant in self._variants(found[place]):
-                if best is not None and best.seconds <= _CLOSE * bounds[place]:
+                if best is not None and (best.seconds <= _CLOSE * bounds[place] or self._simulated > _PATIENCE):
                     break
                 best = self._better(best, variant)
         if best is None:
@@ -220,6 +223,7 @@ class _Search:
 
     def _time(self, candidate: Candidate) -> _Timed:
         plan = lower_step(self._model, candidate.placement)
+        self._simulated += sum(map(len, plan.rounds))
         return _Timed(candidate, plan, *step_seconds(plan, self._hardware))
 
     def _variants(self, candidate: Candidate) -> Iterator[Candidate]:
