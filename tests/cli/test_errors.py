@@ -93,7 +93,9 @@ def test_a_truncated_weights_file(fail: Fail, tmp_path: Path, data: Path) -> Non
 def test_a_budget_that_is_too_small_names_one_that_works(fail: Fail, model: Path, data: Path, tmp_path: Path) -> None:
     code, message = fail(model, data, "--host-memory", "20MB", "--device", "cpu")
     assert code == 3 and "host memory: the smallest budget that works is" in message and "--host-memory" in message
-    code, message = fail(model, data, "--disk-memory", "1MB", "-o", tmp_path / "other", "--device", "cpu")
+    code, message = fail(
+        model, data, "--disk-memory", "1MB", "--states", "disk", "-o", tmp_path / "other", "--device", "cpu"
+    )
     assert code == 3 and "disk memory: the smallest budget that works is" in message
 
 
@@ -149,7 +151,7 @@ def test_values_that_make_no_sense(fail: Fail, model: Path, data: Path) -> None:
     assert fail(model, data, "--learning-rate", "0")[1] == "spillway: --learning-rate must be more than 0, not 0.0"
     assert "is not one of" in fail(model, data, "--lr-scheduler-type", "zigzag")[1]
     assert "is not one of auto, cuda, cpu" in fail(model, data, "--device", "tpu")[1]
-    assert "is not one of bfloat16, float32" in fail(model, data, "--dtype", "float16")[1]
+    assert "is not one of bfloat16, float16, float32" in fail(model, data, "--dtype", "float8")[1]
     assert "exact global norm" not in fail(model, data, "--update", "sideways")[1]
 
 

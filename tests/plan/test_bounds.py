@@ -7,7 +7,7 @@ from spillway.plan.search import make_plan
 from spillway.spec.model import ModelProfile
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(profiles.models(), profiles.requests())
 def test_no_plan_is_predicted_to_be_faster_than_the_bound(model: ModelProfile, fixed: dict[str, object]) -> None:
     plan = make_plan(model, profiles.MACHINE, profiles.PLENTY, PlanRequest(**{**fixed, "accumulation": 1}))

@@ -16,7 +16,7 @@ from spillway.spec.model import ModelProfile
 from spillway.spec.plan import NO_POINTS, Kept, Plan
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(profiles.models(), profiles.requests(), st.integers(20, 40), st.integers(20, 40))
 def test_any_plan_stays_within_its_budget_runs_to_its_end_and_survives_json(
     model: ModelProfile, fixed: dict[str, object], host: int, device: int
