@@ -126,6 +126,14 @@ def test_a_resumed_float16_run_goes_on_with_its_loss_scale_and_its_masters(tmp_p
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def test_a_loss_that_should_have_been_scaled_and_was_not_is_refused(tmp_path: Path) -> None:
+    model, optimizer = prepare(models.llama().half(), tmp_path, "deferred", "disk")
+    model(**models.batch("llama", 0)).loss.backward()
+    with pytest.raises(spillway.UsageError, match=r"optimizer.scale\(loss\)"):
+        optimizer.step()
+    close(model)
+
+
 def test_an_overflow_at_the_smallest_loss_scale_is_an_error(tmp_path: Path) -> None:
     model, optimizer = prepare(models.llama().half(), tmp_path, "deferred", "disk", loss_scale=1.0)
     loss = model(**models.batch("llama", 0)).loss

@@ -51,6 +51,7 @@ class StreamingOptimizer(torch.optim.Optimizer):
         self.last_result: Any = None
         self.loss_scale = loss_scale
         self.skipped_steps = 0
+        self._is_scaled = False  # a loss of this step was
         self._finish = finish
 
     def group_of(self) -> dict[int, int]:
@@ -74,6 +75,7 @@ class StreamingOptimizer(torch.optim.Optimizer):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to go backward: multiplied by the loss scale where there is one. `optimizer.scale(loss).backward()`
         is right for every dtype."""
+        self._is_scaled = True
         return loss if self.loss_scale.value == 1.0 else loss * self.loss_scale.value
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -82,6 +84,12 @@ class StreamingOptimizer(torch.optim.Optimizer):
         scale, and `last_result.skipped` is set. Raises NonFinite or DiskError; the step was not kept then."""
         if closure is not None:
             raise UsageError("closures are not supported: call loss.backward() and then optimizer.step()")
+        if self.loss_scale.value != 1.0 and not self._is_scaled:
+            raise UsageError(
+                "the loss of this step was not scaled, and its gradients would be taken for too small ones: call "
+                "optimizer.scale(loss).backward(), or give the optimizer loss_scale=1.0"
+            )
+        self._is_scaled = False
         try:
             self.last_result = self._finish()
         except NonFinite as error:
