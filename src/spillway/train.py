@@ -598,7 +598,7 @@ def _stop_on_signals(reporter: Reporter) -> Iterator[_Stop]:
         if stop.asked:
             raise KeyboardInterrupt
         stop.asked = True
-        reporter.say("stopping after the step in flight, which will be saved; once more to stop at once")
+        reporter.say("stopping after the step in flight; once more to stop at once")
 
     asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in asking}

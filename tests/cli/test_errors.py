@@ -152,6 +152,8 @@ def test_values_that_make_no_sense(fail: Fail, model: Path, data: Path) -> None:
     assert "is not one of" in fail(model, data, "--lr-scheduler-type", "zigzag")[1]
     assert "is not one of auto, cuda, cpu" in fail(model, data, "--device", "tpu")[1]
     assert "is not one of bfloat16, float16, float32" in fail(model, data, "--dtype", "float8")[1]
+    assert fail(model, data, "--clip-by", "foo")[1] == "spillway: --clip-by foo is not one of norm, unit, value"
+    assert "--loss-scale lots is not auto, dynamic or a number" in fail(model, data, "--loss-scale", "lots")[1]
     assert "exact global norm" not in fail(model, data, "--update", "sideways")[1]
 
 

@@ -7,8 +7,6 @@ import torch
 
 from spillway.spec.errors import UsageError
 
-CLIP_BY = ("norm", "unit", "value")
-
 
 @dataclass(frozen=True, slots=True)
 class Clipping:

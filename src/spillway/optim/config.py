@@ -4,10 +4,9 @@ import difflib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from spillway.optim.clip import CLIP_BY
 from spillway.spec.errors import UsageError
 from spillway.spec.options import TrainOptions
-from spillway.spec.state import MOMENTS, StateFormat
+from spillway.spec.state import CLIP_BY, MOMENTS, StateFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -302,8 +302,8 @@ def _notes(model: ModelProfile, candidate: Candidate, request: PlanRequest) -> t
     placement = candidate.placement
     if request.has_store and not placement.keep.last:
         notes.append(
-            "no saved points, for the drives have no room for two copies: the model is written every --save-steps, and "
-            "a crash loses the optimizer states"
+            "no saved points, the drives hold one copy that each step overwrites: the model is written every "
+            "--save-steps, and a crash loses the optimizer states"
         )
     elif request.has_store and any(where.states == "host" for where in placement.units):
         notes.append("optimizer states rest in host memory: saved points are --save-steps apart")

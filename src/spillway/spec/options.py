@@ -7,9 +7,11 @@ from typing import Any
 from spillway.spec.errors import UsageError
 from spillway.spec.plan import ACTIVATIONS, TIERS, UPDATE_MODES
 from spillway.spec.sizes import parse_size
+from spillway.spec.state import CLIP_BY
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "device": ("auto", "cuda", "cpu"),
+    "clip_by": CLIP_BY,
     "dtype": ("bfloat16", "float16", "float32", "bf16", "fp16", "fp32"),
     "update": ("auto", *UPDATE_MODES),
     "non_finite": ("stop", "skip"),
