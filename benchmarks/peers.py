@@ -1,37 +1,38 @@
 """Ours beside the field: the same model, tokens, dtype, threads and drive, in fresh processes, in turns.
 
-    python benchmarks/peers.py [--deepspeed PYTHON] [--rows 1 8] [--steps 5] [--rounds 2] [--throttle 500MB]
-                               [--directory DIR] [--json FILE] [--markdown FILE] [--check]
+    python benchmarks/peers.py [--peers PYTHON] [--rows 1 8 32] [--steps 5] [--rounds 2] [--throttle 500MB]
+                               [--directory DIR] [--json FILE [--add]] [--markdown FILE] [--plot FILE] [--check]
 
 On a machine without a GPU: DeepSpeed ZeRO-3 on its CPU accelerator (Infinity: parameters and optimizer on NVMe;
 Offload: in host memory), plain PyTorch in memory, and ours with everything on disk, with everything in host memory, and
 with whatever our planner makes of the memory that ZeRO-Infinity took. A 128M-parameter Llama, rows of 256 tokens,
-bfloat16 with fp32 masters, clipping at 1. The others run with recomputation and without. `--deepspeed` is the
-interpreter of an environment with deepspeed, ninja, transformers and libaio. The drive is throttled through cgroup v1
-where that can be written. A system that fails is shown as failed.
+bfloat16 with fp32 masters, clipping at 1. The others run with recomputation and without. The peers' environment is made
+by pip where `--peers` does not give the interpreter of one. The drive is throttled through cgroup v1 where that can be
+written. A system that fails is shown as failed. `--add` keeps what the JSON file holds of other batches.
+benchmarks/largest.py compares the largest models.
 """
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
+from matplotlib import pyplot
+from peer_environment import interpreter
 from throttle import throttled
+from workers import HERE, measure
 
 from spillway.spec.sizes import format_size, parse_size
 
-HERE = Path(__file__).parent / "peers"
 DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
 LENGTH = 256
 PARAMS = 128_049_152
 STORE, MEMORY = "STORE", "MEMORY"  # stand for a directory of each run's own, and for the bytes ZeRO-Infinity took
+STEP_LIMIT = 180  # seconds
 KEEPING = ", keeping activations"
 SAME_MEMORY = "spillway, in the memory of ZeRO-Infinity"
 # Ours over theirs, and by how much: with the drive throttled, and at full speed.
@@ -60,10 +61,11 @@ class Result:
     written_per_param: float
     peak_bytes: int
     last_loss: float
+    steps: int  # that `last_loss` is of the last of
     failure: str = ""
 
 
-def commands(model: Path, store: str, rows: int, steps: int, deepspeed: str | None) -> dict[str, list[str]]:
+def commands(model: Path, store: str, rows: int, steps: int, peers: str) -> dict[str, list[str]]:
     """The command line of each system."""
     shape = [str(rows), str(LENGTH), str(steps)]
 
@@ -71,21 +73,17 @@ def commands(model: Path, store: str, rows: int, steps: int, deepspeed: str | No
         return [sys.executable, str(HERE / "spillway_worker.py"), str(model), store, *shape, place, moments, memory]
 
     def theirs(place: str, activations: str) -> list[str]:
-        return [str(deepspeed), str(HERE / "deepspeed_worker.py"), str(model), store, *shape, place, activations]
+        return [peers, str(HERE / "deepspeed_worker.py"), str(model), store, *shape, place, activations]
 
     def plain(activations: str) -> list[str]:
         return [sys.executable, str(HERE / "plain_worker.py"), str(model), *shape, activations]
 
-    found = {}
-    if deepspeed is not None:
-        found = {
-            "ZeRO-Infinity": theirs("nvme", "recompute"),
-            SAME_MEMORY: ours("auto", "float32", MEMORY),
-            "ZeRO-Infinity" + KEEPING: theirs("nvme", "keep"),
-            "ZeRO-Offload": theirs("cpu", "recompute"),
-            "ZeRO-Offload" + KEEPING: theirs("cpu", "keep"),
-        }
-    return found | {
+    return {
+        "ZeRO-Infinity": theirs("nvme", "recompute"),
+        SAME_MEMORY: ours("auto", "float32", MEMORY),
+        "ZeRO-Infinity" + KEEPING: theirs("nvme", "keep"),
+        "ZeRO-Offload": theirs("cpu", "recompute"),
+        "ZeRO-Offload" + KEEPING: theirs("cpu", "keep"),
         "spillway, disk": ours("disk", "float32"),
         "spillway 8-bit, disk": ours("disk", "8bit"),
         "spillway, memory": ours("host", "float32"),
@@ -99,44 +97,36 @@ def uses_disk(system: str) -> bool:
     return "disk" in system or "Infinity" in system
 
 
-def measure(command: list[str], enter: Callable[[], None] | None) -> list[dict[str, float]] | str:
-    """The rows a worker printed, or why it failed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(psutil.cpu_count(logical=True)), "PYTHONPATH": str(HERE)}
-    environment["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=enter, timeout=900)
-    except subprocess.TimeoutExpired:
-        return "took more than 15 minutes"
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
-    if done.returncode != 0 or not rows:
-        return (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
-    return rows
-
-
 def main() -> int:
     """Run everything, print and save the table; with --check, 1 where a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deepspeed", metavar="PYTHON")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--peers", metavar="PYTHON")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--throttle", type=parse_size, default=500_000_000)
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--add", action="store_true")
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--plot", type=Path)
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
-    results: list[Result] = []
+    given.peers = given.peers or interpreter()
+    results = measured_before(given.json, given.rows) if given.add else []
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
         subprocess.run([sys.executable, str(DEMO), directory], check=True, capture_output=True)
         model = Path(directory) / "llama-128m"
         for rows in given.rows:
             for throttle in (0, given.throttle):
                 results += case(Path(directory), model, rows, throttle, given)
+                if given.json:
+                    given.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    results.sort(key=lambda result: (result.rows, result.throttle))
     table = markdown(results)
     print(table)
-    if given.json:
-        given.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    if given.plot:
+        plot(results, given.plot)
     if given.markdown:
         given.markdown.write_text(table)
     missed = list(misses(results))
@@ -154,7 +144,7 @@ def case(directory: Path, model: Path, rows: int, throttle: int, given: argparse
             print("the drive cannot be throttled here")
             return []
         for _ in range(given.rounds):
-            for system, command in commands(model, STORE, rows, given.steps, given.deepspeed).items():
+            for system, command in commands(model, STORE, rows, given.steps, given.peers).items():
                 if (throttle and not uses_disk(system)) or system in failures:
                     continue
                 taken = max((row["peak"] for row in steps.get("ZeRO-Infinity", [])), default=0)
@@ -162,13 +152,13 @@ def case(directory: Path, model: Path, rows: int, throttle: int, given: argparse
                     continue  # it failed
                 with tempfile.TemporaryDirectory(dir=directory) as store:
                     meant = {STORE: store, MEMORY: str(int(taken))}
-                    found = measure([meant.get(part, part) for part in command], enter)
+                    found = measure([meant.get(part, part) for part in command], enter, STEP_LIMIT * given.steps)
                 if isinstance(found, str):
                     failures[system] = found
                 else:
                     steps.setdefault(system, []).extend(found[1:])
                 print(f"{system}, {rows} rows, {throttle or 'full speed'}: {failures.get(system, 'done')}", flush=True)
-    results = [Result(system, rows, throttle, 0, 0, 0, 0, 0, 0, why) for system, why in failures.items()]
+    results = [Result(system, rows, throttle, 0, 0, 0, 0, 0, 0, 0, why) for system, why in failures.items()]
     for system, rows_of in steps.items():
         seconds = statistics.median(row["seconds"] for row in rows_of)
         results.append(
@@ -182,15 +172,44 @@ def case(directory: Path, model: Path, rows: int, throttle: int, given: argparse
                 statistics.median(row["written"] for row in rows_of) / PARAMS,
                 int(max(row["peak"] for row in rows_of)),
                 rows_of[-1]["loss"],
+                given.steps,
             )
         )
     return results
 
 
+def measured_before(file: Path | None, rows: list[int]) -> list[Result]:
+    """What the file holds of other batches than these."""
+    if file is None or not file.exists():
+        return []
+    return [result for row in json.loads(file.read_text()) if (result := Result(**row)).rows not in rows]
+
+
+def plot(results: list[Result], file: Path) -> None:
+    """Tokens per second of every system, a panel for each batch and drive."""
+    figure, panels = pyplot.subplots(2, len({r.rows for r in results}), figsize=(14, 7), squeeze=False)
+    for column, rows in enumerate(sorted({r.rows for r in results})):
+        for line, throttled_too in enumerate((False, True)):
+            shown = [r for r in results if r.rows == rows and bool(r.throttle) == throttled_too and not r.failure]
+            shown.sort(key=lambda r: r.tokens_per_s)
+            panel = panels[line][column]
+            colours = ["tab:blue" if "spillway" in r.system else "tab:gray" for r in shown]
+            bars = panel.barh([r.system for r in shown], [r.tokens_per_s for r in shown], color=colours)
+            panel.bar_label(bars, fmt="%.0f", padding=2, fontsize=7)
+            panel.margins(x=0.15)
+            panel.tick_params(labelsize=7)
+            drive = f"{format_size(shown[0].throttle)}/s each way" if throttled_too and shown else "full speed"
+            panel.set_title(f"{rows} x {LENGTH} tokens, drive at {drive}", fontsize=9)
+            panel.set_xlabel("tokens/s", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
 def markdown(results: list[Result]) -> str:
     """The table."""
     lines = [
-        "| rows x 256 | drive | system | s a step | tokens/s | read, B/param | written, B/param | peak host | loss |",
+        "| rows x 256 | drive | system | s a step | tokens/s | read, B/param | written, B/param | peak host "
+        "| loss (after steps) |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
@@ -202,7 +221,7 @@ def markdown(results: list[Result]) -> str:
                 f"{r.step_seconds:.2f} | {r.tokens_per_s:.0f} | {r.read_per_param:.1f} | {r.written_per_param:.1f}"
             )
             peak = format_size(r.peak_bytes)
-            lines.append(f"| {r.rows} | {drive} | {r.system} | {figures} | {peak} | {r.last_loss:.3f} |")
+            lines.append(f"| {r.rows} | {drive} | {r.system} | {figures} | {peak} | {r.last_loss:.3f} ({r.steps}) |")
     return "\n".join(lines) + "\n"
 
 

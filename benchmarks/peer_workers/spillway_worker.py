@@ -1,4 +1,7 @@
-"""Ours: `spillway_worker.py MODEL STORE ROWS LENGTH STEPS PLACE MOMENTS MEMORY`; MEMORY in bytes, or empty."""
+"""Ours: `spillway_worker.py MODEL STORE ROWS LENGTH STEPS PLACE MOMENTS [MEMORY] [DISK]`.
+
+PLACE is that of weights and states, MOMENTS float32, 8bit or 8bit-24 (24-bit masters, too); MEMORY and DISK in bytes.
+"""
 
 import sys
 from pathlib import Path
@@ -9,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import spillway
 
-model_directory, store, rows, length, steps, place, moments, memory = sys.argv[1:9]
-settings = spillway.AdamW(lr=2e-5, weight_decay=0.0, max_grad_norm=1.0, moments=moments)
+model_directory, store, rows, length, steps, place, states, memory, disk = (*sys.argv[1:10], "", "")[:9]
+moments, _, masters = states.partition("-")
+settings = spillway.AdamW(lr=2e-5, weight_decay=0.0, max_grad_norm=1.0, moments=moments, master_bits=int(masters or 32))
 model = spillway.load(model_directory, AutoModelForCausalLM)
 model, optimizer = spillway.prepare(
     model,
@@ -20,6 +24,7 @@ model, optimizer = spillway.prepare(
     weights=place,
     states=place,
     host_memory=memory or None,
+    disk_memory=disk or None,
 )
 model.train()
 

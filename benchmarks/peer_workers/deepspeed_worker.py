@@ -1,7 +1,9 @@
-"""DeepSpeed ZeRO-3 on its CPU accelerator: `deepspeed_worker.py MODEL STORE ROWS LENGTH STEPS cpu|nvme recompute|keep`.
+"""DeepSpeed ZeRO-3 on its CPU accelerator:
+`deepspeed_worker.py MODEL STORE ROWS LENGTH STEPS cpu|nvme recompute|keep [wide|tight]`.
 
 Settings as its documentation advises for NVMe (pipelined optimizer swapping, 1 MiB blocks, deep queues), buffers sized
-to this model.
+to this model; `tight` ones, as few and as small as a block of the model allows, where memory decides. Parameters are
+partitioned to where they are offloaded while the model loads, through the integration that transformers has for it.
 """
 
 import os
@@ -16,15 +18,21 @@ os.environ.update(
 import deepspeed
 import torch
 from common import run
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
 model_directory, store, rows, length, steps, place, activations = sys.argv[1:8]
+is_tight = sys.argv[8:] == ["tight"]
 deepspeed.init_distributed("gloo")
+shape = AutoConfig.from_pretrained(model_directory)
+largest = max(shape.vocab_size, shape.intermediate_size) * shape.hidden_size  # parameters of one matrix
 param: dict[str, Any] = {"device": place}
 states: dict[str, Any] = {"device": place}
 if place == "nvme":
-    param |= {"nvme_path": store, "buffer_count": 6, "buffer_size": 20_000_000, "pin_memory": False}
-    states |= {"nvme_path": store, "buffer_count": 16, "pipeline_read": True, "pipeline_write": True}
+    size = max(largest, 1_000_000) if is_tight else max(20_000_000, largest)
+    param |= {"nvme_path": store, "buffer_count": 5 if is_tight else 6, "buffer_size": size, "pin_memory": False}
+    states |= {"nvme_path": store, "buffer_count": 4 if is_tight else 16}
+    states |= {"pipeline_read": not is_tight, "pipeline_write": not is_tight}
 config = {
     "train_micro_batch_size_per_gpu": int(rows),
     "bf16": {"enabled": True},
@@ -34,9 +42,11 @@ config = {
         "stage": 3,
         "offload_param": param,
         "offload_optimizer": states,
-        "sub_group_size": 50_000_000,
-        "stage3_prefetch_bucket_size": 20_000_000,
-        "stage3_max_live_parameters": 60_000_000,
+        "sub_group_size": largest if is_tight else 50_000_000,
+        "reduce_bucket_size": largest if is_tight else 500_000_000,
+        "stage3_prefetch_bucket_size": 0 if is_tight else 20_000_000,
+        "stage3_max_live_parameters": 0 if is_tight else 60_000_000,
+        "stage3_max_reuse_distance": 0 if is_tight else 1_000_000_000,
         "stage3_param_persistence_threshold": 10_000,
     },
     "aio": {
@@ -48,6 +58,7 @@ config = {
     },
     "steps_per_print": 10**9,
 }
+integration = HfDeepSpeedConfig(config)  # read by `from_pretrained` while it lives
 model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.bfloat16)
 model.config.use_cache = False
 if activations == "recompute":

@@ -1,0 +1,183 @@
+"""The largest model that trains within some host memory and disk: ours and the peers'.
+
+    python benchmarks/largest.py [--host 6GB] [--disk 60GB] [--peers PYTHON] [--only TEXT] [--directory DIR]
+                                 [--json FILE] [--markdown FILE] [--check]
+
+Llamas of a ladder of sizes, a step of 1 x 256 tokens each, in a fresh process under a hard memory limit (cgroup v1,
+which takes root). A size counts where the step ends and the store never took more than the disk allows. The peers with
+as few and as small buffers as a matrix of the model allows, and with recomputation; ours with the plan it makes from
+the two budgets. The models' files are full of zeros that take no room; what a step moves and computes is the same.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from memory import make_cgroup
+from peer_environment import interpreter
+from shapes import Shape, make
+from workers import HERE, measure
+
+from spillway.spec.sizes import format_size, parse_size
+
+LADDER = (0.13, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1, 1.25, 1.6, 2, 2.5, 3.2, 4, 4.5, 5, 6.3, 8, 9, 10, 11, 12.5)
+STEP_LIMIT = 1800  # seconds for loading and one step
+OURS, OURS_NARROW, INFINITY = "spillway", "spillway, 8-bit states and 24-bit masters", "ZeRO-Infinity"
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest size at which one system trained, and why the next one did not. Bytes and seconds of that step."""
+
+    system: str
+    params: int
+    seconds: float
+    host_bytes: int
+    disk_bytes: int
+    next_params: int
+    why_not_next: str
+
+
+def commands(model: str, store: str, host: int, disk: int, peers: str) -> dict[str, list[str]]:
+    """The command line of each system: one step of 1 x 256 tokens."""
+    shape = ["1", "256", "1"]
+    deepspeed = [peers, str(HERE / "deepspeed_worker.py"), model, store, *shape]
+    ours = [sys.executable, str(HERE / "spillway_worker.py"), model, store, *shape, "auto"]
+    return {
+        "plain PyTorch": [sys.executable, str(HERE / "plain_worker.py"), model, *shape, "recompute"],
+        "ZeRO-Offload": [*deepspeed, "cpu", "recompute", "tight"],
+        INFINITY: [*deepspeed, "nvme", "recompute", "tight"],
+        OURS: [*ours, "float32", str(host), str(disk)],
+        OURS_NARROW: [*ours, "8bit-24", str(host), str(disk)],
+    }
+
+
+@contextmanager
+def watching(directory: Path) -> Iterator[Callable[[], int]]:
+    """How many bytes the files under it took at most, as the file system counts them."""
+    most, over = [0], threading.Event()
+
+    def look() -> None:
+        while not over.wait(1.0):
+            most[0] = max(most[0], _bytes_under(directory))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield lambda: max(most[0], _bytes_under(directory))
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _bytes_under(directory: Path) -> int:
+    found = 0
+    for place, _, files in os.walk(directory):
+        for file in files:
+            try:
+                found += os.stat(Path(place) / file).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return found
+
+
+def attempt(directory: Path, system: str, size: float, host: int, disk: int, peers: str) -> Largest | tuple[int, str]:
+    """One step at one size: what it took, or the size and why it does not train."""
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        model, store = Path(place) / "model", Path(place) / "store"
+        store.mkdir()
+        params = make(model, Shape.near(size * 1e9))
+        group = make_cgroup(host)
+
+        def enter() -> None:
+            if group is not None:
+                (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        command = commands(str(model), str(store), host, disk, peers)[system]
+        with watching(store) as disk_peak:
+            found = measure(command, enter, STEP_LIMIT)
+            taken = disk_peak()
+        if group is not None:
+            group.rmdir()
+    if isinstance(found, str):
+        return params, "killed: out of host memory" if found == "killed by signal 9" else found
+    if taken > disk:
+        return params, f"took {format_size(taken)} of disk"
+    return Largest(system, params, found[0]["seconds"], int(found[0]["peak"]), taken, 0, "")
+
+
+def find(directory: Path, system: str, host: int, disk: int, peers: str) -> Largest:
+    """Bisects the ladder: whoever trains a size is taken to train the smaller ones."""
+    best = Largest(system, 0, 0.0, 0, 0, 0, "")
+    low, high, short = 0, len(LADDER), (0, "the ladder ends here")
+    while low < high:
+        middle = (low + high) // 2
+        outcome = attempt(directory, system, LADDER[middle], host, disk, peers)
+        print(f"{system}, {LADDER[middle]}B: {outcome[1] if isinstance(outcome, tuple) else 'trained'}", flush=True)
+        if isinstance(outcome, tuple):
+            high, short = middle, outcome
+        else:
+            low, best = middle + 1, outcome
+    return Largest(system, best.params, best.seconds, best.host_bytes, best.disk_bytes, *short)
+
+
+def markdown(results: list[Largest]) -> str:
+    """The table."""
+    lines = [
+        "| system | largest that trains (parameters) | a step | host | disk | the next size up |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        taken = (
+            f"{r.seconds:.0f} s | {format_size(r.host_bytes)} | {format_size(r.disk_bytes)}" if r.params else " | | "
+        )
+        upward = f"{r.next_params / 1e9:.2f} billion: {r.why_not_next}"
+        lines.append(f"| {r.system} | {r.params / 1e9:.2f} billion | {taken} | {upward} |")
+    return "\n".join(lines) + "\n"
+
+
+def misses(results: list[Largest]) -> list[str]:
+    """Where a peer trains more than ours."""
+    params = {r.system: r.params for r in results}
+    ours = params.get(OURS, 0)
+    theirs = {name: count for name, count in params.items() if name not in (OURS, OURS_NARROW)}
+    return [f"{name} trains {count:,} parameters, ours {ours:,}" for name, count in theirs.items() if 0 < ours < count]
+
+
+def main() -> int:
+    """Find them all; with --check, 1 where a peer's is larger than ours."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", type=parse_size, default=parse_size("6GB"))
+    parser.add_argument("--disk", type=parse_size, default=parse_size("60GB"))
+    parser.add_argument("--peers", metavar="PYTHON", help="made by pip where it is not given")
+    parser.add_argument("--only", default="", help="systems whose name holds this")
+    parser.add_argument("--directory", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    peers = given.peers or interpreter()
+    with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+        systems = [name for name in commands("", "", 0, 0, peers) if given.only in name]
+        results = [find(Path(directory), name, given.host, given.disk, peers) for name in systems]
+    table = markdown(results)
+    print(table)
+    if given.json:
+        given.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    if given.markdown:
+        given.markdown.write_text(table)
+    missed = misses(results)
+    for line in missed:
+        print(f"missed: {line}")
+    return 1 if given.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
