@@ -87,7 +87,7 @@ def work(model_directory: str, store: str, case: Case, mode: str, steps: int) ->
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         trace = optimizer.last_result.traces[-1]
-        schedule = prepared(model).session.schedule
+        schedule = prepared(model).session.engine.schedule
         chosen = schedule.plan.placement.update if schedule is not None else ""
         if step >= _WARM_UP:
             print(json.dumps({"seconds": trace.seconds, "busy": trace.busy_s(), "chosen": chosen}), flush=True)

@@ -33,7 +33,7 @@ def step(ids):
 
 
 run(step, given["rows"], given["shape"], given["device"], given["seconds"])
-schedule = prepared(model).session.schedule
+schedule = prepared(model).session.engine.schedule
 plan, placement, trace = schedule.plan, schedule.plan.placement, optimizer.last_result.traces[-1]
 tiers = {
     part: {tier: [getattr(unit, part) for unit in placement.units].count(tier) for tier in ("device", "host", "disk")}

@@ -115,7 +115,7 @@ def prepare(
         settings, session.placeholders, loss_scale, lambda: _finish(model, streaming), parts.points.step
     )
     session.hypers, session.clipping, session.loss_scale = streaming.hypers, clipping, loss_scale
-    session.segments = [_segments(unit, session, streaming) for unit in session.units]
+    session.engine.segments = [_segments(unit, session, streaming) for unit in session.units]
     parts.optimizer, parts.points.at_step = streaming, streaming.saved
     if example is not None:
         _open(model, example)
@@ -193,7 +193,7 @@ def save_pretrained(
     session, path = parts.session, Path(directory)
     session.come_to_rest()
     _refuse_unfinished(session)
-    if not session.is_open:
+    if not session.engine.is_open:
         session.open()
     save_weights(
         StoreBytes(session.store),
@@ -210,7 +210,7 @@ def save_pretrained(
 
 
 def _refuse_unfinished(session: Session) -> None:
-    if not session.is_intact:
+    if not session.rest.is_intact:
         raise UsageError("a step failed after it had changed weights in memory: resume from the last saved point")
     if session.awaits_step:
         raise UsageError("backward has run and the step is not finished: call optimizer.step() first")
@@ -225,7 +225,7 @@ def save_point(model: nn.Module) -> int:
         raise UsageError("there is no store to save to: pass store= to prepare")
     if not parts.points.are_kept:
         raise UsageError("this run keeps no saved points (the drives have no room for two copies, or keep= says so)")
-    if not parts.session.is_open:  # or closed, which this says
+    if not parts.session.engine.is_open:  # or closed, which this says
         raise UsageError("nothing was trained yet: there is no step to save")
     parts.session.come_to_rest()
     _refuse_unfinished(parts.session)
@@ -240,23 +240,23 @@ def close(model: nn.Module) -> None:
     """Release memory, files and locks of a prepared model; saved points stay."""
     parts = prepared(model)
     try:
-        if parts.session.is_running:
+        if parts.session.engine.is_running:
             if parts.session.awaits_step:
                 parts.session.settle()
             else:
                 parts.session.come_to_rest()
             parts.points.settle(parts.session.store)
     finally:
-        parts.session.close()
+        parts.session.engine.close()
 
 
 def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter as it is at rest, whole, on the CPU: for small models and for tests."""
     session = prepared(model).session
     session.come_to_rest()
-    if not session.is_intact:
+    if not session.rest.is_intact:
         raise UsageError("a step failed after it had changed weights in memory: resume from the last saved point")
-    if not session.is_open:
+    if not session.engine.is_open:
         session.open()
     return {
         place.name: read_parameter(StoreBytes(session.store), index, place, unit.layout)
@@ -269,7 +269,7 @@ def _finish(model: nn.Module, optimizer: StreamingOptimizer) -> Any:
     parts = prepared(model)
     result = parts.session.finish()
     optimizer.advanced()
-    if parts.session.is_due:
+    if parts.session.rest.due is not None:
         parts.points.note_step(parts.session.store, optimizer.num_steps)
     else:
         parts.points.after_step(parts.session.store, optimizer.num_steps)

@@ -140,7 +140,7 @@ def assemble(
         source.written_as if isinstance(source, DirectorySource) else {},
         in_memory,
     )
-    session.on_rest = lambda: points.at_rest(store)
+    session.engine.on_rest = lambda: points.at_rest(store)
     store.on_open = lambda opened, plan: _fill(opened, plan, parts, source)
     _prepared[model] = parts
     try:
@@ -168,7 +168,7 @@ def give_back(model: nn.Module) -> None:
     """The model as it was, where nothing was loaded yet: it may be prepared again, with other budgets."""
     parts = prepared(model)
     session, in_memory = parts.session, parts.in_memory
-    session.close()
+    session.engine.close()
     names = session.placeholders
     if not in_memory or len(in_memory) == len(names):
         flags = {place.name: place.trainable for unit in session.units for place in unit.layout.places}
@@ -196,7 +196,7 @@ def model_profiler(
     session = Session(model, units, open_device("cpu"), note, placed, 1, micro_batch, 1)
     _adapt(model, session)
     session.profile((), dict(batch))
-    session.close()
+    session.engine.close()
     return found[0]
 
 

@@ -277,7 +277,7 @@ class _Run:
         self._reporter.say(f"going on after step {self._progress.step} of {self._total}")
 
     def _write_plan(self) -> None:
-        schedule = self._parts.session.schedule
+        schedule = self._parts.session.engine.schedule
         if schedule is None:
             raise AssertionError("the session is open and has no plan")
         self._plan = schedule.plan
@@ -446,7 +446,7 @@ class _Run:
         progress, session = self._progress, self._parts.session
         session.settle()
         progress.skipped_in_a_row += 1
-        skips = self._options.non_finite == "skip" and session.is_intact
+        skips = self._options.non_finite == "skip" and session.rest.is_intact
         if skips and progress.skipped_in_a_row < _MOST_SKIPPED:
             progress.skipped += 1
             progress.position = self._batches.after(position)
@@ -455,7 +455,7 @@ class _Run:
                 f"{error}"
             )
             return
-        if session.is_intact:
+        if session.rest.is_intact:
             self._save_point()
         if skips:
             raise NonFinite(f"{progress.skipped_in_a_row} batches in a row are not finite: {error}") from error

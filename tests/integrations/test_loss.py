@@ -49,7 +49,7 @@ def one_step(model: nn.Module, store: Path, **more: object) -> tuple[float, dict
     loss = model(**models.batch("llama", 0)).loss
     loss.backward()
     optimizer.step()
-    schedule = prepared(model).session.schedule
+    schedule = prepared(model).session.engine.schedule
     assert schedule is not None
     weights = {name: tensor.clone() for name, tensor in spillway.api.read_parameters(model).items()}
     close(model)

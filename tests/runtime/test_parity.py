@@ -71,7 +71,7 @@ def train(
             losses.append(loss.item())
         optimizer.step()
     weights = read_parameters(model)
-    assert prepared(model).session.schedule is not None
+    assert prepared(model).session.engine.schedule is not None
     close(model)
     return losses, weights
 

@@ -1,8 +1,9 @@
 """How many backwards make an optimizer step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spillway.spec.errors import UsageError
+from spillway.spec.trace import Trace
 
 
 @dataclass(slots=True)
@@ -14,6 +15,7 @@ class Rounds:
     done: int = 0
     is_complete: bool = False  # the next thing is the optimizer step
     is_last: bool = False  # the backward to come completes it
+    traces: list[Trace] = field(default_factory=list)  # of its lists that are over
     _has_accumulated: bool = False  # because the user said so
 
     @property
@@ -54,3 +56,4 @@ class Rounds:
     def start_anew(self) -> None:
         """The optimizer step is over, or was given up."""
         self.done, self.is_complete, self._has_accumulated = 0, False, False
+        self.traces = []

@@ -60,7 +60,7 @@ class Schedules:
         micro_batch: int | None,
         is_open: Callable[[], bool],
         open_empty: Callable[[], None],
-        on_demand: Callable[[int], AbstractContextManager[torch.Tensor]],
+        on_demand: Callable[[int], AbstractContextManager[tuple[torch.Tensor, dict[str, torch.Tensor]]]],
     ) -> None:
         """`is_open`: whether weights are at rest. `open_empty`: brings them there before any batch is known.
         `on_demand`: a unit by itself."""
@@ -105,7 +105,8 @@ class Schedules:
             raise AssertionError("no forward is being profiled")
         with ExitStack() as stack:
             if self._is_real:
-                self._profiler.weights.add(storage_of(stack.enter_context(self._on_demand(call.unit))))
+                slot, _ = stack.enter_context(self._on_demand(call.unit))
+                self._profiler.weights.add(storage_of(slot))
             if torch.is_grad_enabled():
                 return self._profiler.call(call)
             self._calls_beside = True

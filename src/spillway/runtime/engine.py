@@ -1,0 +1,178 @@
+"""The lanes, the store and the slots of one model: opened for a plan, they run its lists of operations."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from spillway.model.binding import bound
+from spillway.model.units import Unit
+from spillway.runtime.device import Device
+from spillway.runtime.executor import Executor
+from spillway.runtime.lanes import HOME, LaneWorker, StepState
+from spillway.runtime.schedules import Schedule
+from spillway.runtime.window import leaves
+from spillway.spec.errors import UsageError, invariant
+from spillway.spec.plan import Op
+from spillway.store.arena import SlabPools
+from spillway.store.placed import PlacedStore
+
+
+class Engine:
+    """Has nothing to do until it is opened, and nothing any more once it is closed.
+
+    `segments`: per unit, (start, stop, parameter group) ranges of its trainable elements. `on_rest` is called by a lane
+    when deferred updates have come to rest.
+    """
+
+    def __init__(
+        self,
+        units: tuple[Unit, ...],
+        placeholders: Mapping[str, nn.Parameter],
+        device: Device,
+        store: PlacedStore,
+        threads: int,
+    ) -> None:
+        self.units = units
+        self.device = device
+        self.store = store
+        self.segments: list[list[tuple[int, int, int]]] = []
+        self.on_rest: Callable[[], None] = _nothing
+        self.schedule: Schedule | None = None  # in force
+        self._laid: Schedule | None = None  # whose slabs the arena is cut into
+        self._placeholders = placeholders
+        self._threads = threads
+        self._worker: LaneWorker | None = None
+        self._executor: Executor | None = None
+        self._closed = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was opened and not closed."""
+        return self._executor is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the weights rest in the store. Raises UsageError once it was closed."""
+        if self._closed:
+            raise UsageError("the model was closed: prepare it again, with resume=True to go on from its saved point")
+        return self.is_running
+
+    def open(self, schedule: Schedule) -> None:
+        """Bring this plan into force: take the memory and the disk space, and load the weights, the first time; cut
+        the arena into its slabs. Raises PlanInfeasible and DiskError before anything is computed."""
+        if not self.is_open or self._executor is None or self._worker is None:
+            with torch.inference_mode(False):
+                self.store.open(schedule.plan, schedule.profile)
+            names = [unit.name for unit in self.units]
+            self._worker = LaneWorker(self.device, self.store.homes, self.segments, names, self._threads)
+            self._worker.on_rest = self.on_rest
+            self._executor = Executor(self.device, self._worker)
+        if self.schedule is not schedule:
+            invariant(self._executor.idle, "the plan changed within a step")
+            self.schedule = schedule
+        if self.store.pools is None or self._laid is not schedule:
+            self._worker.pools = None
+            self._executor.forget_pools()
+            self.store.name_slabs(schedule.plan, schedule.profile)
+            with torch.inference_mode(False):
+                self.store.lay_slabs(schedule.plan)
+            self._laid = schedule
+
+    def close(self) -> None:
+        """End the lanes and release memory, files and locks."""
+        self._closed = True
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
+        self.store.close()
+
+    def start(self, ops: tuple[Op, ...], step: StepState) -> None:
+        """Begin a list."""
+        self.worker.pools, self.worker.step = self.store.pools, step
+        self.pools.fence(self.device.mark())
+        self.executor.start(ops, self.pools)
+
+    @property
+    def executor(self) -> Executor:
+        """Runs the lists. Raises UsageError once everything was closed."""
+        if self._executor is None:
+            raise UsageError("the model was closed")
+        return self._executor
+
+    @property
+    def worker(self) -> LaneWorker:
+        """Carries out their operations."""
+        if self._worker is None:
+            raise AssertionError("nothing was opened")
+        return self._worker
+
+    @property
+    def step(self) -> StepState:
+        """Of the list under way, or the last one."""
+        return self.worker.step
+
+    @property
+    def pools(self) -> SlabPools:
+        """The slabs of the plan in force."""
+        if self.store.pools is None:
+            raise AssertionError("no slabs are laid out")
+        return self.store.pools
+
+    @property
+    def in_force(self) -> Schedule:
+        """The schedule that was opened last."""
+        if self.schedule is None:
+            raise AssertionError("no plan is in force")
+        return self.schedule
+
+    def upcoming_call(self, index: int, backward: bool) -> Op:
+        """The compute operation of a call; operations of calls that autograd did not reach are passed over."""
+        while True:
+            op = self.executor.upcoming_compute()
+            if op is None:
+                raise AssertionError("the step has no operation left for this call")
+            if op.call == index and (op.kind == "BACKWARD") == backward:
+                return op
+            invariant(backward and op.kind == "BACKWARD", f"call {index} ran out of order")
+            self.executor.skip_compute(op)
+
+    @contextmanager
+    def computing(self, op: Op) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """One compute operation: its unit is in its slot and bound (both are given), in backward with views for its
+        gradients; afterwards the slot is free for the next."""
+        begun = self.executor.begin_compute(op)
+        grads = self._open_gradient(op) if op.kind == "BACKWARD" and op.target else None
+        unit, home = self.units[op.unit], self.store.homes.units[op.unit].device_weight
+        slot = home if op.source == HOME else self.pools.buffer(op.source)
+        if slot is None:
+            raise AssertionError(f"{unit.name} is not on the device")
+        views = leaves(unit, slot, grads)
+        with bound(unit, views, self._placeholders):
+            yield slot, views
+        self.executor.end_compute(op, begun)
+
+    def _open_gradient(self, op: Op) -> torch.Tensor:
+        """Where the unit's gradients are summed: zero before the first call of this backward, or, where they stay on
+        the device, of this optimizer step."""
+        home = self.store.homes.units[op.unit]
+        stays = op.target == HOME
+        grads = home.device_grad if stays else self.pools.buffer(op.target)
+        if grads is None:
+            raise AssertionError(f"{self.units[op.unit].name} has no gradient buffer on the device")
+        if not (home.has_grad if stays else op.unit in self.step.fresh):
+            grads[: self.units[op.unit].layout.grad_bytes].zero_()
+        if stays:
+            home.has_grad = True
+        self.step.fresh.add(op.unit)
+        return grads
+
+    def forget_gradients(self) -> None:
+        """The optimizer step they belong to is over, or was given up."""
+        for home in self.store.homes.units:
+            home.has_grad = False
+
+
+def _nothing() -> None:
+    """Nobody waits for it."""

@@ -1,0 +1,147 @@
+"""What has become of the steps so far: which updates are still due, and whether the store holds a whole step."""
+
+from spillway.runtime.engine import Engine
+from spillway.runtime.lanes import Due, StepState
+from spillway.runtime.rounds import Rounds
+from spillway.spec.errors import UsageError, invariant
+from spillway.spec.plan import Placement
+
+# A wrong guess costs an update that is dropped, and going over to guessing one that nothing overlaps with.
+_CALM_STEPS = 3
+
+
+class Rest:
+    """Brings steps to rest: to their end, or back to the one before."""
+
+    def __init__(self, engine: Engine, rounds: Rounds) -> None:
+        self._engine = engine
+        self._rounds = rounds
+        self.due: Due | None = None  # the last step's updates, where they belong to the next forward
+        self._half_done = False  # a failed step has changed what has no other copy
+        self._unclipped = 0  # steps in a row whose gradients were not clipped
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether what rests in the store is the end of a whole step."""
+        return not self._half_done
+
+    def is_wary(self, placement: Placement) -> bool:
+        """Whether the step to come is by the plan's `wary_ops`, which guess nothing."""
+        return placement.speculates and self._unclipped < _CALM_STEPS
+
+    def refuse_half_done(self) -> None:
+        """Raise UsageError where the store holds units of two steps."""
+        if self._half_done:
+            raise UsageError(
+                "a step that failed left some units updated and others not: close this model and resume from the last "
+                "saved point"
+            )
+
+    def refuse_guess(self) -> None:
+        """Raise UsageError while a guess at a step may still have to be taken back."""
+        if self._rounds.is_complete and self._engine.is_running:
+            step = self._engine.step
+            if step.may_take_back and step.applied_scale is not None:
+                raise UsageError("backward has run and the step is not finished: call optimizer.step() first")
+
+    def await_lanes(self) -> None:
+        """Let a backward's updates come to rest, or what is left of a list that failed."""
+        executor = self._engine.executor
+        executor.come_to_rest()
+        if executor.has_failed:
+            self._half_done |= self._engine.step.is_half_done
+
+    def flush(self) -> None:
+        """Carry out the updates that wait for the next forward. Raises what a lane raised."""
+        schedule = self._engine.schedule
+        if self.due is None or self._half_done or schedule is None:
+            return
+        self._engine.open(schedule)
+        self._engine.start(schedule.plan.flush_ops, StepState(late=self.due))
+        executor = self._engine.executor
+        try:
+            self._rounds.traces.append(executor.wait())
+        except BaseException:
+            executor.abandon()
+            self._engine.store.homes.forget_written()
+            self._half_done |= self._engine.step.is_half_done
+            raise
+        finally:
+            self.note()
+
+    def give_up(self, in_backward: bool) -> None:
+        """The step under way ends here: the updates of the one before it come to rest, its own are taken back."""
+        executor = self._engine.executor
+        try:
+            self._run_out()
+        finally:
+            executor.abandon()
+            self._half_done |= self._engine.step.is_half_done
+            self._take_back()
+            if self._rounds.is_first or in_backward or executor.has_failed:
+                self._rounds.start_anew()
+                self._engine.forget_gradients()
+
+    def fail(self) -> None:
+        """A lane has raised at the end of a step, which is given up later."""
+        self._rounds.start_anew()
+        try:
+            self._run_out()
+        finally:
+            self._engine.executor.abandon()
+            self.note()
+
+    def note(self) -> None:
+        """Nothing is due any more once it is at rest."""
+        if self.due is not None and self._engine.is_running:
+            step = self._engine.step
+            if step.late is self.due and step.at_rest:
+                self.due = None
+
+    def note_step(self) -> None:
+        """A step is over: which of its updates belong to the next forward."""
+        step, placement = self._engine.step, self._engine.in_force.plan.placement
+        due = step.own
+        self._unclipped = self._unclipped + 1 if due.scale == 1.0 else 0
+        if step.guessed_wrong:
+            self._take_back()
+            due.sweeping = True
+        if placement.update == "serial":
+            return
+        if not due.sweeping:
+            due.units = {unit for unit in due.units if placement.units[unit].defers}
+        if due.sweeping or any(where.defers for where in placement.units):
+            self.due = due
+
+    def is_up_to_date(self, in_forward: bool) -> bool:
+        """Whether weights at rest are those of the last step; waits for that where backward may still come. Not where
+        a forward was left half way."""
+        executor, step = self._engine.executor, self._engine.step
+        commit = executor.find_late("COMMIT")
+        if commit is None or step.late is None or step.at_rest:
+            return True
+        following = executor.upcoming_compute()
+        if following is not None and following.id < commit.id:
+            invariant(not in_forward, "a unit that is called without gradients was not seen in the profile")
+            return False
+        executor.run_out(commit)
+        return True
+
+    def _run_out(self) -> None:
+        """Of a forward that is given up: the updates of the step before it."""
+        executor = self._engine.executor
+        commit = executor.find_late("COMMIT")
+        if commit is not None and self._engine.step.late is not None and not executor.has_failed:
+            executor.run_out(commit)
+
+    def _take_back(self) -> None:
+        """What the step under way has written is the state of nothing."""
+        homes = self._engine.store.homes
+        if not self._engine.step.may_take_back:
+            homes.forget_written()
+            return
+        try:
+            homes.take_back()
+        except BaseException:
+            self._half_done = True
+            raise
