@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # The version the tests run with; any from 2.11 on works.
 TORCH ?= torch==2.13.0
 DEMO := demo
+# Some tests wait for the drive and some for a core: two workers take two thirds of the time on two cores.
+PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: help demo test test-full lint native clean
 
@@ -46,10 +48,10 @@ lint: $(VENV)/.test-tools
 	$(BIN)/lint-imports
 
 test: $(VENV)/.test-tools $(VENV)/.installed lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-full: $(VENV)/.test-tools $(VENV)/.installed
-	$(BIN)/python -m pytest -m "full or not full"
+	$(BIN)/python -m pytest $(PARALLEL) -m "full or not full"
 
 clean:
 	rm -rf $(VENV) $(DEMO) build

@@ -4,13 +4,10 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
-def few_threads() -> Iterator[None]:
-    """The same arithmetic on every machine, and no fight over cores."""
-    before = torch.get_num_threads()
+@pytest.fixture(autouse=True, scope="session")
+def few_threads() -> None:
+    """The same arithmetic on every machine and in every test, and no fight over cores."""
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="session")
