@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 # Imported once by a server that children are forked from: a child starts in milliseconds.
 _PRELOADED = [
     "spillway.cli.main",
-    "spillway.train",
+    "spillway.training",
     "spillway.integrations.huggingface",
     "transformers.models.llama.modeling_llama",
 ]

@@ -43,6 +43,11 @@ def test_missing_data(fail: Fail, model: Path, tmp_path: Path) -> None:
     )
 
 
+def test_missing_held_out_data_is_named_before_anything_is_read(fail: Fail, tmp_path: Path, data: Path) -> None:
+    code, message = fail(tmp_path / "no-model", data, "--eval-data", tmp_path / "none.jsonl")
+    assert code == 2 and f"{tmp_path}/none.jsonl does not exist" in message
+
+
 def test_empty_data(fail: Fail, model: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     code, message = fail(model, tmp_path / "empty.jsonl")

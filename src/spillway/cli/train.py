@@ -55,7 +55,7 @@ def train_command(context: click.Context, /, as_json: bool, config: str | None, 
     Run the same command again to go on after an interruption.
     """
     from spillway.report.progress import Reporter
-    from spillway.train import train
+    from spillway.training import train
 
     origins = {
         name: _ORIGINS.get(source, "default") for name in values if (source := context.get_parameter_source(name))

@@ -45,7 +45,7 @@ def read_records(paths: Sequence[str | Path]) -> Iterator[Record]:
 
     Raises DataError naming file and line for anything that is not a usable record.
     """
-    for path in _files(paths):
+    for path in data_files(paths):
         if path.suffix == ".txt":
             yield from _text_file(path)
         elif path.suffix == ".parquet":
@@ -73,7 +73,8 @@ def as_record(row: Any, where: str) -> Record:
     raise DataError(f"{where}: a record needs {_KINDS}; this one has {fields}")
 
 
-def _files(paths: Sequence[str | Path]) -> Iterator[Path]:
+def data_files(paths: Sequence[str | Path]) -> Iterator[Path]:
+    """The files of these paths, those in a directory sorted. Raises DataError where there is none of a known type."""
     for given in paths:
         path = Path(given)
         if path.is_dir():

@@ -1,0 +1,76 @@
+"""Whether a saved point is of this very run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from spillway.data import Encoded
+from spillway.report.progress import Reporter
+from spillway.rundir import losses_shown, saved_step
+from spillway.spec.errors import DiskError, UsageError
+from spillway.spec.options import TrainOptions
+from spillway.store.manifest import load_manifest
+
+_MUST_MATCH = (
+    "seed", "max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "packing", "dtype",
+    "learning_rate", "num_train_epochs", "max_steps", "max_grad_norm", "clip_by", "loss_scale",
+    "label_smoothing_factor", "optim", "master_bits", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "warmup_ratio", "lr_scheduler_type",
+)  # fmt: skip
+# A finished run may be given more steps.
+_MAY_GROW = ("max_steps", "num_train_epochs")
+
+
+def identity_of(options: TrainOptions, data: Encoded) -> dict[str, Any]:
+    """What must not change for a resumed run to be the same run."""
+    return {**{name: getattr(options, name) for name in _MUST_MATCH}, "data": data.fingerprint()}
+
+
+def is_resumed(
+    identity: dict[str, Any],
+    options: TrainOptions,
+    directory: Path,
+    stores: tuple[Path, ...],
+    saved_in: Path,
+    reporter: Reporter,
+) -> bool:
+    """Whether `saved_in` holds a saved point of this run. Raises UsageError where it is of another, or was asked for
+    and is not there; DiskError where it was there and its drive is not."""
+    found = load_manifest(saved_in)
+    if found is None:
+        _refuse_lost_store(directory, stores[0], reporter)
+        if options.resume_from_checkpoint:
+            raise UsageError(f"there is no saved point in {stores[0]} to resume from: leave the option out")
+        return False
+    saved = json.loads(found.run.get("identity", "{}"))
+    for name, value in identity.items():
+        if saved.get(name) == value:
+            continue
+        if name in _MAY_GROW:
+            reporter.say(f"note: {name} was {saved.get(name)} and is {value}: the schedule changes from here")
+            continue
+        raise UsageError(
+            f"{directory} holds step {found.step} of a run with another {name} ({_short(saved.get(name))}, now "
+            f"{_short(value)}): give the same one; or start another run, from this one's model "
+            f"({directory / 'model'} when it is finished, `spillway export` before)"
+        )
+    if Path(found.geometry.paths[0]).resolve() != stores[0].resolve():
+        reporter.say(f"the saved point moves from {found.geometry.paths[0]} to {stores[0]}")
+    return True
+
+
+def _refuse_lost_store(directory: Path, store: Path, reporter: Reporter) -> None:
+    """Steps were saved and their store is empty: a drive is not mounted, and starting over would bury the run."""
+    steps, saved = len(losses_shown(directory)), saved_step(directory)
+    if saved:
+        raise DiskError(
+            f"{directory} had step {saved} saved and {store} holds no saved point: is its drive mounted? To start "
+            f"over, remove {directory}"
+        )
+    if steps:
+        reporter.say(f"warning: the {steps} steps in {directory} were never saved: starting over")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 16 else text[:12] + "..."

@@ -1,0 +1,224 @@
+"""The steps of a run, and what happens between them."""
+
+import json
+import math
+import time
+import warnings
+from contextlib import ExitStack
+
+import torch
+
+from spillway.api import save_pretrained
+from spillway.data import DataPosition
+from spillway.hardware.watch import MemoryWatch
+from spillway.integrations.schedules import make_schedule
+from spillway.plan.policies import find_policy
+from spillway.report.metrics import MetricsFile
+from spillway.report.progress import Reporter, StepLine
+from spillway.report.tables import RunSummary
+from spillway.spec.errors import DiskError, Interrupted, NonFinite, SkippedStep
+from spillway.spec.options import TrainOptions
+from spillway.spec.sizes import format_size, parse_size
+from spillway.training.progress import Progress
+from spillway.training.setup import Training, set_up
+from spillway.training.signals import Stop, stop_on_signals
+from spillway.training.telling import Telling
+
+_MOST_SKIPPED = 5  # batches in a row that are not finite
+
+
+def train(options: TrainOptions, reporter: Reporter, origins: dict[str, str] | None = None) -> RunSummary:
+    """Run (or go on with) a training. `origins`: where each option's value comes from, for config.json.
+
+    Raises a SpillwayError for anything the user can mend; Interrupted after Ctrl-C, when the last step is committed.
+    """
+    options.check()
+    find_policy(options.policy)
+    with ExitStack() as stack:
+        watch = stack.enter_context(MemoryWatch())
+        stop = stack.enter_context(stop_on_signals(reporter))
+        training = set_up(options, origins or {}, reporter, stack)
+        progress = Progress()
+        if training.is_resumed:
+            progress = Progress.of(training.parts.points, training.directory)
+            reporter.say(f"going on after step {progress.step} of {training.total}")
+        telling = Telling(training, progress, reporter, watch)
+        telling.tell_plan()
+        return _Run(training, progress, telling, reporter).train(stop)
+
+
+class _Run:
+    """From the first step that is left to the final model."""
+
+    def __init__(self, training: Training, progress: Progress, telling: Telling, reporter: Reporter) -> None:
+        self._training = training
+        self._options = training.options
+        self._progress = progress
+        self._telling = telling
+        self._reporter = reporter
+        self._points = training.parts.points
+        self._points.at_commit = lambda: {"written": json.dumps(telling.written())}
+        self._schedule = self._make_schedule()
+
+    def _make_schedule(self) -> torch.optim.lr_scheduler.LRScheduler:
+        warmup = self._options.warmup_ratio * self._training.total
+        return make_schedule(
+            self._options.lr_scheduler_type,
+            self._training.optimizer,
+            math.ceil(warmup) if warmup >= 1 else 0,  # a run of a few steps has none to spare for a rate of zero
+            self._training.total,
+            self._progress.step,
+        )
+
+    def train(self, stop: Stop) -> RunSummary:
+        """All steps that are left, then the final model."""
+        training, progress = self._training, self._progress
+        if progress.step >= training.total and (training.output / "config.json").exists():
+            self._reporter.say(
+                f"all {progress.step} steps were done before: more --max-steps or epochs go on from there"
+            )
+            return self._telling.summarize()
+        metrics = MetricsFile(training.directory / "metrics.jsonl", progress.step, progress.last)
+        try:
+            with self._reporter.training(training.total, progress.step) as line:
+                while progress.step < training.total:
+                    self._refuse_more_writes()
+                    self._step(metrics, line)
+                    if stop.asked:
+                        self._save_point()
+                        raise self._interrupted()
+                    if progress.step % self._options.save_steps == 0:
+                        self._save_point(background=True)
+        finally:
+            metrics.close()
+        self._save_point()
+        self._telling.write_trace()
+        self._reporter.say(f"writing the model to {training.output}")
+        save_pretrained(training.model, training.output)
+        return self._telling.summarize()
+
+    def _interrupted(self) -> Interrupted:
+        where = f"interrupted after step {self._progress.step} of {self._training.total}"
+        if self._points.are_kept:
+            return Interrupted(f"{where}, which is saved: the same command goes on from there")
+        return Interrupted(
+            f"{where}: the model as it is then is in {self._training.output}; its optimizer states are not saved"
+        )
+
+    # One step #
+
+    def _step(self, metrics: MetricsFile, line: StepLine) -> None:
+        training, progress = self._training, self._progress
+        start, position = time.perf_counter(), progress.position
+        device = training.session.device.torch_device
+        batch = {key: tensor.to(device) for key, tensor in training.batches.at(position).items()}
+        learning_rate = float(training.optimizer.param_groups[0]["lr"])
+        try:
+            value, trained = self._forward_and_update(batch, position, learning_rate)
+        except SkippedStep as error:
+            progress.skip(training.batches.after(position))
+            self._reporter.say(f"warning: batch {position.index} of epoch {position.epoch} is passed over: {error}")
+            return
+        except NonFinite as error:
+            self._pass_over(error, position)
+            return
+        progress.skipped_in_a_row = 0
+        self._schedule.step()
+        progress.step += 1
+        seconds = time.perf_counter() - start
+        progress.seconds.append(seconds)
+        progress.wary_steps += training.optimizer.last_result.wary
+        tokens = batch["input_ids"].numel()
+        progress.tokens += tokens
+        held_out = self._evaluate()
+        self._telling.tell_step(metrics, position, value, learning_rate, tokens, trained, seconds, held_out)
+        line.step(progress.step, value, training.optimizer.last_result.grad_norm, learning_rate, tokens, seconds)
+
+    def _forward_and_update(
+        self, batch: dict[str, torch.Tensor], position: DataPosition, learning_rate: float
+    ) -> tuple[float, int]:
+        """One step; what is saved with it is set before it is committed. Returns the loss and the tokens it is of.
+        Raises NonFinite, with the step before it in force."""
+        training, progress, points = self._training, self._progress, self._points
+        loss = training.model(**batch).loss
+        value, trained = float(loss.detach()), int((batch["labels"] != -100).sum())
+        if not math.isfinite(value):
+            raise NonFinite(
+                f"the loss of step {progress.step + 1} (epoch {position.epoch}, batch {position.index}) is {value}; it "
+                f"changed nothing: lower --learning-rate, look at the data, or pass over such batches with "
+                f"--non-finite skip"
+            )
+        last = {"epoch": position.epoch, "loss": value, "learning_rate": learning_rate, "trained_tokens": trained}
+        before, after = points.run, training.batches.after(position)
+        points.run = {
+            "position": progress.saved_with(after, value, last),
+            "identity": json.dumps(training.identity),
+        }
+        try:
+            training.optimizer.scale(loss).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", SkippedStep)
+                training.optimizer.step()
+        except (NonFinite, SkippedStep):
+            points.run = before
+            raise
+        progress.losses.append(value)
+        progress.position = after
+        return value, trained
+
+    def _pass_over(self, error: NonFinite, position: DataPosition) -> None:
+        """A batch whose loss or gradients are not finite: stop, saved, or go on with the next, as the user chose."""
+        progress, session = self._progress, self._training.session
+        session.settle()
+        progress.skipped_in_a_row += 1
+        skips = self._options.non_finite == "skip" and session.rest.is_intact
+        if skips and progress.skipped_in_a_row < _MOST_SKIPPED:
+            progress.skip(self._training.batches.after(position))
+            self._reporter.say(
+                f"warning: batch {position.index} of epoch {position.epoch} is passed over, {progress.skipped} so far: "
+                f"{error}"
+            )
+            return
+        if session.rest.is_intact:
+            self._save_point()
+        if skips:
+            raise NonFinite(f"{progress.skipped_in_a_row} batches in a row are not finite: {error}") from error
+        raise error
+
+    # Between steps #
+
+    def _evaluate(self) -> float | None:
+        """The held-out loss, where it is time for it."""
+        training, step = self._training, self._progress.step
+        due = step % self._options.eval_steps == 0 or step == training.total
+        if training.evaluation is None or not due:
+            return None
+        loss = training.evaluation.loss(training.model, training.session)
+        self._progress.eval_losses.append(loss)
+        self._reporter.say(f"step {step}/{training.total} · held-out loss {loss:.4f}")
+        return loss
+
+    def _refuse_more_writes(self) -> None:
+        """Stop, saved, where a drive has been written as much as the user wants it to be."""
+        if self._options.max_writes is None:
+            return
+        path, written = max(self._telling.written().items(), key=lambda item: item[1])
+        if written >= parse_size(self._options.max_writes):
+            self._save_point()
+            raise DiskError(
+                f"stopped after step {self._progress.step} of {self._training.total}, which is saved: this run has "
+                f"written {format_size(written)} to {path}, all that --max-writes allows; raise it and the same "
+                f"command goes on"
+            )
+
+    def _save_point(self, background: bool = False) -> None:
+        training, session = self._training, self._training.session
+        if self._progress.step == 0:
+            return
+        if not self._points.are_kept:
+            save_pretrained(training.model, training.output)
+            return
+        session.come_to_rest()
+        self._points.save(session.store, self._progress.step, background)
+        if not background:
+            self._points.settle(session.store)

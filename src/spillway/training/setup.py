@@ -1,0 +1,216 @@
+"""Everything of a run that can fail early, done before its first step: data, model, plan, memory, disk, saving."""
+
+import math
+import shutil
+import warnings
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from spillway import native
+from spillway.api import as_dtype, close, load, prepare
+from spillway.assembly import Prepared, persistent_buffers, prepared
+from spillway.checkpoint.load import StoreBytes, read_parameter
+from spillway.checkpoint.save import save_weights, weights_bytes
+from spillway.data import Batches, Encoded, data_files, encode_files
+from spillway.evaluate import Evaluation
+from spillway.integrations.huggingface import CAUSAL_LM, find_directory, max_positions
+from spillway.integrations.tokenizer import load_tokenizer, pad_id
+from spillway.optim.config import settings_of
+from spillway.optim.optimizer import StreamingOptimizer
+from spillway.report.progress import Reporter
+from spillway.rundir import is_free, note_saved, store_directories, where_saved
+from spillway.runtime.session import Session
+from spillway.spec.errors import BudgetWarning, DiskError, UsageError
+from spillway.spec.options import TrainOptions
+from spillway.spec.plan import KeepPoints, Plan
+from spillway.spec.sizes import format_size
+from spillway.store.disk import free_bytes
+from spillway.training.identity import identity_of, is_resumed
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a run trains with, all of it ready: the longest batch has a plan and its memory, and saving works."""
+
+    options: TrainOptions
+    origins: dict[str, str]  # where each option's value comes from
+    directory: Path
+    stores: tuple[Path, ...]
+    max_length: int
+    identity: dict[str, Any]
+    batches: Batches
+    evaluation: Evaluation | None
+    total: int  # steps
+    model: nn.Module
+    optimizer: StreamingOptimizer
+    parts: Prepared
+    plan: Plan
+    is_resumed: bool
+
+    @property
+    def output(self) -> Path:
+        """Where the trained model goes."""
+        return self.directory / "model"
+
+    @property
+    def session(self) -> Session:
+        """The model in training."""
+        return self.parts.session
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, states and gradients of the whole model."""
+        return sum(unit.layout.extent_bytes + unit.layout.grad_bytes for unit in self.session.units)
+
+
+def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, stack: ExitStack) -> Training:
+    """Make a run ready; `stack` releases memory, files and locks. Raises a SpillwayError for what the user can mend."""
+    say = reporter.say
+    list(data_files((*options.data, *options.eval_data)))  # a missing one is named before anything is read
+    if native.load_problem():
+        say(f"note: {native.load_problem()}: PyTorch and preadv do its work, slower")
+    source = find_directory(options.model, options.allow_pickle)
+    tokenizer = load_tokenizer(source)
+    directory = _make_directory(Path(options.output_dir))
+    stores = store_directories(options, directory)
+    length = _fitting_length(options, origins, source, reporter)
+    data = _encode(options, tokenizer, length, reporter)
+    held_out = _read_held_out(options, tokenizer, length, reporter)
+    identity = identity_of(options, data)
+    saved_in = where_saved(options, directory)
+    resumed = is_resumed(identity, options, directory, stores, saved_in, reporter)
+    torch.manual_seed(options.seed)
+    say(f"building {source} and planning")
+    model = load(source, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle)
+    rows = options.per_device_train_batch_size * options.gradient_accumulation_steps
+    batches = Batches(data.samples, rows, length, options.seed, options.packing, pad_id(tokenizer))
+    optimizer = _prepare(options, model, stores, saved_in if resumed else False, reporter)
+    stack.callback(close, model)
+    parts = prepared(model)
+    parts.points.on_commit = lambda step: note_saved(directory, step)
+    model.train()
+    plan = _open(parts, batches, resumed, reporter)
+    training = Training(
+        options, origins, directory, stores, length, identity, batches, held_out, _count_steps(options, batches), model,
+        optimizer, parts, plan, resumed,
+    )  # fmt: skip
+    _exercise_save(training)
+    return training
+
+
+def _make_directory(directory: Path) -> Path:
+    if not is_free(directory):
+        raise UsageError(
+            f"{directory} holds files that are not of a run (a model's config.json?): choose another --output-dir"
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / ".writable").write_text("")
+        (directory / ".writable").unlink()
+    except OSError as error:
+        raise UsageError(f"the run directory {directory} cannot be written: {error.strerror}") from error
+    return directory
+
+
+def _fitting_length(options: TrainOptions, origins: dict[str, str], source: Path, reporter: Reporter) -> int:
+    """--max-length, or by default what the model has positions for. Raises UsageError for a longer one."""
+    asked, most = options.max_length, max_positions(source)
+    if most is None or asked <= most:
+        return asked
+    if origins.get("max_length", "default") != "default":
+        raise UsageError(f"--max-length {asked} is more than the model's {most} positions")
+    reporter.say(f"rows are {most} tokens long: the model has no more positions")
+    return most
+
+
+def _encode(options: TrainOptions, tokenizer: Any, length: int, reporter: Reporter) -> Encoded:
+    with reporter.counting("reading data") as counter:
+        data = encode_files(options.data, tokenizer, length, counter.reach)
+    reporter.say(
+        f"data: {data.num_records} records, {len(data.samples)} samples, {data.num_tokens:,} tokens, "
+        f"{data.num_trained / data.num_tokens:.0%} trained, {data.num_truncated} cut at {length}"
+        + (f", {data.num_lost} of them with nothing left to train" if data.num_lost else "")
+    )
+    if data.num_truncated > len(data.samples) / 2:
+        reporter.say(f"warning: more than half of the samples are cut: is --max-length {length} meant?")
+    return data
+
+
+def _read_held_out(options: TrainOptions, tokenizer: Any, length: int, reporter: Reporter) -> Evaluation | None:
+    if not options.eval_data:
+        return None
+    with reporter.counting("reading held-out data") as counter:
+        found = encode_files(options.eval_data, tokenizer, length, counter.reach)
+    reporter.say(f"held-out data: {found.num_records} records, {found.num_trained:,} trained tokens")
+    rows = options.per_device_train_batch_size
+    return Evaluation.of(found.samples, rows, length, options.packing, pad_id(tokenizer))
+
+
+def _count_steps(options: TrainOptions, batches: Batches) -> int:
+    if options.max_steps > 0:
+        return options.max_steps
+    return max(math.ceil(options.num_train_epochs * batches.per_epoch()), 1)
+
+
+def _prepare(
+    options: TrainOptions, model: nn.Module, stores: tuple[Path, ...], resume: bool | Path, reporter: Reporter
+) -> StreamingOptimizer:
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always", BudgetWarning)
+        _, optimizer = prepare(
+            model,
+            settings_of(options),
+            store=stores,
+            resume=resume,
+            keep=KeepPoints(options.save_total_limit, options.save_total_limit > 0),
+            **options.placement(),
+        )
+    for note in notes:
+        if issubclass(note.category, BudgetWarning):
+            reporter.say(f"note: {note.message}")
+    extra = prepared(model).unexpected
+    if extra:
+        names = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
+        reporter.say(f"warning: {options.model} has {len(extra)} tensors this model has no use for: {names}")
+    return optimizer
+
+
+def _open(parts: Prepared, batches: Batches, resumed: bool, reporter: Reporter) -> Plan:
+    """Plan for the longest batch, take the memory, and bring weights and states to rest."""
+    session = parts.session
+    longest = {key: tensor.to(session.device.torch_device) for key, tensor in batches.longest().items()}
+    total = parts.extent_bytes if resumed else parts.weight_bytes
+    with reporter.counting("checking the saved point" if resumed else "loading weights", total) as counter:
+        parts.on_load = counter.advance
+        schedule = session.open((), longest)
+    for warning in parts.points.warnings:
+        reporter.say(f"warning: {warning}")
+    return schedule.plan
+
+
+def _exercise_save(training: Training) -> None:
+    """Write, read back and compare a part of the model as it will be written at the end, and see that the rest has
+    room. Raises DiskError."""
+    units, output = training.session.units, training.output
+    need, have = weights_bytes(units), free_bytes(training.directory)
+    if need > have:
+        raise DiskError(
+            f"the trained model takes {format_size(need)} in {output} and {format_size(have)} are free there: free "
+            f"some or choose another --output-dir"
+        )
+    trial = training.directory / "save-trial"
+    index = min(range(len(units)), key=lambda unit: units[unit].layout.weight_bytes)
+    unit = units[index]
+    source = StoreBytes(training.session.store)
+    names = save_weights(source, units, persistent_buffers(training.model), trial, only=index)
+    written = load_file(trial / names[0])
+    for place in unit.layout.places:
+        if not torch.equal(written[place.name], read_parameter(source, index, place, unit.layout)):
+            raise DiskError(f"{place.name} came back changed from {trial}: the drive or its file system is faulty")
+    shutil.rmtree(trial)
