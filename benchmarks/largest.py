@@ -28,7 +28,7 @@ from workers import HERE, measure
 from spillway.spec.sizes import format_size, parse_size
 
 LADDER = (0.13, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1, 1.25, 1.6, 2, 2.5, 3.2, 4, 4.5, 5, 6.3, 8, 9, 10, 11, 12.5)
-STEP_LIMIT = 1800  # seconds for loading and one step
+STEP_LIMIT = 1200  # seconds for loading and one step
 OURS, OURS_NARROW, INFINITY = "spillway", "spillway, 8-bit states and 24-bit masters", "ZeRO-Infinity"
 
 
@@ -114,17 +114,20 @@ def attempt(directory: Path, system: str, size: float, host: int, disk: int, pee
 
 
 def find(directory: Path, system: str, host: int, disk: int, peers: str) -> Largest:
-    """Bisects the ladder: whoever trains a size is taken to train the smaller ones."""
-    best = Largest(system, 0, 0.0, 0, 0, 0, "")
-    low, high, short = 0, len(LADDER), (0, "the ladder ends here")
-    while low < high:
-        middle = (low + high) // 2
-        outcome = attempt(directory, system, LADDER[middle], host, disk, peers)
-        print(f"{system}, {LADDER[middle]}B: {outcome[1] if isinstance(outcome, tuple) else 'trained'}", flush=True)
+    """The peers go up the ladder to the first size that fails; ours go down it to the first that trains, because a plan
+    that does not fit is refused within seconds."""
+    is_ours = system in (OURS, OURS_NARROW)
+    best, short = Largest(system, 0, 0.0, 0, 0, 0, ""), (0, "the ladder ends here")
+    for size in reversed(LADDER) if is_ours else LADDER:
+        outcome = attempt(directory, system, size, host, disk, peers)
+        failed = isinstance(outcome, tuple)
+        print(f"{system}, {size}B: {outcome[1] if isinstance(outcome, tuple) else 'trained'}", flush=True)
         if isinstance(outcome, tuple):
-            high, short = middle, outcome
+            short = outcome
         else:
-            low, best = middle + 1, outcome
+            best = outcome
+        if failed != is_ours:
+            break
     return Largest(system, best.params, best.seconds, best.host_bytes, best.disk_bytes, *short)
 
 

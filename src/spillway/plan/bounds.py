@@ -70,17 +70,42 @@ class Phase:
         )
 
 
-def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> float:
+def busiest(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> float:
     """Seconds of the busiest resource in one forward and backward with its update (LoHan's and Fuyou's maxima, for any
-    placement). An update that comes after backward overlaps nothing of it but what is read ahead."""
+    placement)."""
     forward, backward, update = _parts(model, placement)
-    least = (forward + backward + update).seconds(hardware)
+    return (forward + backward + update).seconds(hardware)
+
+
+def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> float:
+    """Seconds that no order of the placement's operations takes less than. An update that comes after backward overlaps
+    nothing of it but what is read ahead, and backward begins when all that forward needs was read and, but for what is
+    in slabs, what a late update makes of it was written."""
+    forward, backward, update = _parts(model, placement)
     if placement.in_turn:
         return (forward + backward + update).seconds_in_turn(hardware)
+    least = (forward + backward + update).seconds(hardware)
+    computing = backward.flops / hardware.device_flops_per_s
     if placement.update == "serial":
         after = replace(update, read=0.0, upload=0.0)
-        least = max(least, Phase(flops=forward.flops + backward.flops).seconds(hardware) + after.seconds(hardware))
-    return least
+        least = max(least, forward.flops / hardware.device_flops_per_s + computing + after.seconds(hardware))
+    late = _update([(unit, where) for unit, where in _used(model, placement) if where.defers])
+    in_slabs = placement.state_slabs * placement.subgroup * model.update_bytes  # may be written in backward
+    before = Phase(read=forward.read + late.read, write=max(late.write - in_slabs, 0.0))
+    return max(least, before.seconds(hardware) + computing)
+
+
+def least_computing(model: ModelProfile, hardware: HardwareSpec) -> float:
+    """Seconds of a forward and a backward of which nothing is computed again: no placement's bound is below."""
+    return 3 * sum(call.flops for call in model.calls) / hardware.device_flops_per_s
+
+
+def is_held_up_by_recomputing(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> bool:
+    """Whether the step, or its forward or backward alone, could get faster by computing less again."""
+    forward, backward = phases(model, placement)
+    again = sum(recomputed_flops(call, kept) for call, kept in zip(model.calls, placement.acts, strict=True))
+    parts = (backward, forward + backward)
+    return any(part.seconds(hardware, flops=-again) < part.seconds(hardware) for part in parts)
 
 
 def phases(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase]:
@@ -92,8 +117,7 @@ def phases(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase]:
 def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Phase]:
     """Forward, backward and update. What is in the window at the turn to backward is not fetched again, and weights on
     disk that a deferred update hands over are not read for forward."""
-    used = {call.unit for call in model.calls} | {model.resident_unit}
-    units = [pair for index, pair in enumerate(zip(model.units, placement.units, strict=True)) if index in used]
+    units = _used(model, placement)
     weights = [(unit.weight_bytes, where) for unit, where in units if where.weights != "device"]
     on_disk = [(size, where) for size, where in weights if where.weights == "disk"]
     stay = sum(sorted((size for size, _ in weights), reverse=True)[: placement.window])
@@ -122,6 +146,12 @@ def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Pha
         write=sum(unit.grad_bytes for unit, where in units if where.states != "none" and where.grads == "disk"),
     )
     return forward, backward, _update(units)
+
+
+def _used(model: ModelProfile, placement: Placement) -> list[tuple[UnitProfile, UnitPlacement]]:
+    """The units that a step calls, and where they rest."""
+    used = {call.unit for call in model.calls} | {model.resident_unit}
+    return [pair for index, pair in enumerate(zip(model.units, placement.units, strict=True)) if index in used]
 
 
 def _update(units: list[tuple[UnitProfile, UnitPlacement]]) -> Phase:

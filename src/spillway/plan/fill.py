@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from spillway.plan.bounds import lower_bound
+from spillway.plan.bounds import is_held_up_by_recomputing, lower_bound
 from spillway.plan.memory import extents_of_units, peaks
 from spillway.plan.pools import Kinds, SlabNames, stored_bytes
 from spillway.plan.request import PlanRequest, Space
@@ -237,7 +237,10 @@ class Filler:
         if may_move:
             shallow = self.candidate(replace(lowest.placement, window=1, grad_slots=1))
             starts += [self.fill(shallow, order) for order in (_ORDERS if widely else _ORDERS[:1])]
-        plain = list(starts)
+        plain = list({start.placement: start for start in starts}.values())
+        if not any(is_held_up_by_recomputing(self._model, start.placement, self._hardware) for start in plain):
+            yield from plain  # what else is kept or moved makes nothing faster
+            return
         if "device" in space.kept_in:
             for level in keeps:
                 starts += [self._keep(start, "device", level) for start in plain]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from spillway.plan.bounds import lower_bound
+from spillway.plan.bounds import busiest, least_computing, lower_bound
 from spillway.plan.check import check
 from spillway.plan.fill import Candidate, Filler
 from spillway.plan.lower import complete, lower_step
@@ -17,7 +17,7 @@ from spillway.plan.swap import outputs
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import NO_POINTS, Plan
+from spillway.spec.plan import NO_POINTS, Placement, Plan
 from spillway.spec.sizes import format_size
 
 # Of the updates that could be made within the step: how many are left to the next forward.
@@ -145,22 +145,37 @@ class _Search:
 
     def run(self) -> _Timed:
         """The fastest plan that was found."""
-        found: dict[object, Candidate] = {}
-        for candidate in self._fillings():
-            found.setdefault(candidate.placement, candidate)
-        bounds = {place: self._bound(candidate) for place, candidate in found.items()}
+        found: dict[Placement, Candidate] = {}
+        bounds: dict[Placement, float] = {}
+        floor = _CLOSE * least_computing(self._model, self._hardware)
         best: _Timed | None = None
+        for candidate in self._fillings():
+            place = candidate.placement
+            if place in found:
+                continue
+            found[place], bounds[place] = candidate, self._bound(candidate)
+            if bounds[place] <= floor and best is None:  # nothing that comes later can be told to be better
+                best = self._best_variant(best, candidate, bounds[place])
+                if best.seconds <= floor:
+                    return best
         for place in sorted(found, key=lambda place: (bounds[place], self._recomputed(found[place]))):
-            for variant in self._variants(found[place]):
-                if best is not None and (best.seconds <= _CLOSE * bounds[place] or self._simulated > _PATIENCE):
-                    break
-                best = self._better(best, variant)
+            best = self._best_variant(best, found[place], bounds[place])
         if best is None:
             raise AssertionError("nothing was left to choose from")
         may_climb = self._searches_freely and self._request.fixed is None
         if may_climb and len(self._model.units) <= _CLIMBED:
             starts = [best, *map(self._time, self._in_every_mode(next(iter(found.values()))))]
             best = min(map(self._climb, starts), key=lambda found: found.seconds)
+        return best
+
+    def _best_variant(self, best: _Timed | None, candidate: Candidate, bound: float) -> _Timed:
+        """The best so far or a faster way to update of this candidate, whose ways all take `bound` at least."""
+        for variant in self._variants(candidate):
+            if best is not None and (best.seconds <= _CLOSE * bound or self._simulated > _PATIENCE):
+                break
+            best = self._better(best, variant)
+        if best is None:
+            raise AssertionError("a candidate has no way to update")
         return best
 
     @property
@@ -189,10 +204,14 @@ class _Search:
     def _fillings(self) -> Iterator[Candidate]:
         """Of the whole space; of that without the drives; and, where the model is small, of every policy's."""
         widely = len(self._model.units) <= _WIDELY and self._hardware.device != "cpu"
-        yield from self._filler.fillings(self._filler.deepest(_first_mode(self._space, self._request)), widely)
+        needs_drives = None
+        for candidate in self._filler.fillings(self._filler.deepest(_first_mode(self._space, self._request)), widely):
+            if needs_drives is None:
+                needs_drives = any("disk" in (where.weights, where.states) for where in candidate.placement.units)
+            yield candidate
         if self._request.fixed is not None:
             return
-        spaces = [self._space.in_memory()]
+        spaces = [self._space.in_memory()] if needs_drives else []
         if self._space.policy.name == "auto" and widely:
             spaces += [_try_space(replace(self._request, policy=name)) for name in POLICIES if name != "auto"]
         for space in spaces:
@@ -209,7 +228,7 @@ class _Search:
         placement = candidate.placement
         units = tuple(replace(where, defers=where.states != "none") for where in placement.units)
         free = replace(self._hardware, update_params_per_s=float("inf")) if self._may_visit else self._hardware
-        return lower_bound(self._model, replace(placement, units=units, update="deferred"), free)
+        return busiest(self._model, replace(placement, units=units, update="deferred"), free)
 
     def _recomputed(self, candidate: Candidate) -> float:
         pairs = zip(self._model.calls, candidate.placement.acts, strict=True)

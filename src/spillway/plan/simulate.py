@@ -29,13 +29,25 @@ def _rates(hardware: HardwareSpec) -> dict[tuple[str, str], float]:
 
 def simulate(ops: tuple[Op, ...], pools: tuple[Pool, ...], hardware: HardwareSpec) -> Trace:
     """The predicted trace. Lanes that share a resource share its rate equally while both are busy."""
-    return _Simulation(ops, pools, hardware).run()
+    found = _Simulation(ops, pools, hardware)
+    found.run()
+    spans = (
+        Span(op.id, op.kind, op.lane, op.unit, op.group, found.started[op.id], found.ended[op.id], op.amount)
+        for op in map(ops.__getitem__, found.order)
+    )
+    return Trace(tuple(spans), found.seconds)
 
 
 class _Simulation:
-    """Lanes are numbered as in LANES; sets of lanes are bits. Written for speed: plans are chosen by it."""
+    """Lanes are numbered as in LANES; sets of lanes are bits. Written for speed: plans are chosen by it.
+
+    After `run`: the order in which operations ended, when each started and ended, and when all had (seconds).
+    """
 
     def __init__(self, ops: tuple[Op, ...], pools: tuple[Pool, ...], hardware: HardwareSpec) -> None:
+        self.order: list[int] = []
+        self.started, self.ended = [0.0] * len(ops), [0.0] * len(ops)
+        self.seconds = 0.0
         self._ops = ops
         self._hardware = hardware
         rates = _rates(hardware)
@@ -61,46 +73,51 @@ class _Simulation:
                 turns[pool] += 1
                 self._pool_of[lease] = pool
 
-    def run(self) -> Trace:
+    def run(self) -> None:
         ops, waits, alone, queues = self._ops, self._waits, self._alone, self._queues
-        lanes = range(len(LANES))
+        order, started, ended = self.order, self.started, self.ended
         heads = [0] * len(LANES)
-        left, rates = [0.0] * len(LANES), [1.0] * len(LANES)
-        started = [0.0] * len(LANES)
+        left = [0.0] * len(LANES)
         running = [-1] * len(LANES)
+        idle = [lane for lane, queue in enumerate(queues) if queue]
+        at_work: list[int] = []
         shares: dict[int, list[float]] = {}
-        spans: list[Span] = []
         now, busy = 0.0, 0
-        while len(spans) < len(ops):
-            for lane in lanes:
-                if running[lane] < 0 and heads[lane] < len(queues[lane]):
-                    number = queues[lane][heads[lane]]
-                    if not waits[number] and self._take(number):
-                        running[lane], started[lane], left[lane] = number, now, alone[number]
-                        heads[lane] += 1
-                        busy |= 1 << lane
-            found = shares.get(busy)
-            if found is None:
-                found = shares[busy] = [self._rate(lane, busy) for lane in lanes]
-            rates = found
-            passed = min(left[lane] / rates[lane] for lane in lanes if running[lane] >= 0)
-            now += passed
-            for lane in lanes:
-                number = running[lane]
-                if number < 0:
+        while len(order) < len(ops):
+            still = []
+            for lane in idle:
+                number = queues[lane][heads[lane]]
+                if waits[number] or not self._take(number):
+                    still.append(lane)
                     continue
+                running[lane], started[number], left[lane] = number, now, alone[number]
+                heads[lane] += 1
+                busy |= 1 << lane
+                at_work.append(lane)
+            idle = still
+            rates = shares.get(busy)
+            if rates is None:
+                rates = shares[busy] = [self._rate(lane, busy) for lane in range(len(LANES))]
+            passed = min([left[lane] / rates[lane] for lane in at_work])
+            now += passed
+            at_work_before, at_work = at_work, []
+            for lane in at_work_before:
                 left[lane] -= passed * rates[lane]
                 if left[lane] > 1e-12:
+                    at_work.append(lane)
                     continue
-                running[lane] = -1
+                number = running[lane]
                 busy &= ~(1 << lane)
-                op = ops[number]
+                if heads[lane] < len(queues[lane]):
+                    idle.append(lane)
                 for follower in self._followers[number]:
                     waits[follower] -= 1
-                for lease in op.give:
+                for lease in ops[number].give:
                     self._free[self._pool_of[lease]] += 1
-                spans.append(Span(number, op.kind, op.lane, op.unit, op.group, started[lane], now, op.amount))
-        return Trace(tuple(spans), now)
+                order.append(number)
+                ended[number] = now
+            idle.sort()
+        self.seconds = now
 
     def _take(self, number: int) -> bool:
         """Take the slabs of an operation, if it is its turn and they are free."""
@@ -128,10 +145,13 @@ class _Simulation:
 def step_seconds(plan: Plan, hardware: HardwareSpec) -> tuple[float, str]:
     """Predicted seconds of an optimizer step, accumulation included, and the lane that is busiest."""
     seconds, busy = 0.0, dict.fromkeys(LANES, 0.0)
-    rounds = plan.rounds
-    traces = {id(ops): simulate(ops, plan.pools, hardware) for ops in {id(ops): ops for ops in rounds}.values()}
-    for ops in rounds:
-        seconds += traces[id(ops)].seconds
-        for lane, lane_seconds in traces[id(ops)].busy_s().items():
-            busy[lane] += lane_seconds
+    known: dict[int, _Simulation] = {}
+    for ops in plan.rounds:
+        found = known.get(id(ops))
+        if found is None:
+            found = known[id(ops)] = _Simulation(ops, plan.pools, hardware)
+            found.run()
+        seconds += found.seconds
+        for op, start, end in zip(ops, found.started, found.ended, strict=True):
+            busy[op.lane] += end - start
     return seconds, max(busy, key=lambda lane: busy[lane])
