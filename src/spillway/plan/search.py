@@ -50,13 +50,10 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
     """
     try:
         return _make_plan(model, hardware, budget, request)
-    except PlanInfeasible as error:
+    except PlanInfeasible:
         if not _may_save_nothing(request):
             raise
-        try:
-            return _make_plan(model, hardware, budget, replace(request, keep=NO_POINTS))
-        except PlanInfeasible:
-            raise error from None
+    return _make_plan(model, hardware, budget, replace(request, keep=NO_POINTS))
 
 
 def _may_save_nothing(request: PlanRequest) -> bool:
