@@ -39,6 +39,7 @@ SAME_MEMORY = "spillway, in the memory of ZeRO-Infinity"
 TARGETS = (
     ("spillway, disk", "ZeRO-Infinity", 2.5, 1.5),
     ("spillway 8-bit, disk", "ZeRO-Infinity", 5.0, 2.5),
+    ("spillway 8-bit and 24-bit masters, disk", "ZeRO-Infinity", 5.0, 2.5),
     (SAME_MEMORY, "ZeRO-Infinity", 2.5, 1.5),
     ("spillway, memory", "ZeRO-Offload", 0.0, 1.5),
     ("spillway, memory", "ZeRO-Offload" + KEEPING, 0.0, 1.5),
@@ -86,6 +87,7 @@ def commands(model: Path, store: str, rows: int, steps: int, peers: str) -> dict
         "ZeRO-Offload" + KEEPING: theirs("cpu", "keep"),
         "spillway, disk": ours("disk", "float32"),
         "spillway 8-bit, disk": ours("disk", "8bit"),
+        "spillway 8-bit and 24-bit masters, disk": ours("disk", "8bit-24"),
         "spillway, memory": ours("host", "float32"),
         "plain PyTorch": plain("recompute"),
         "plain PyTorch" + KEEPING: plain("keep"),
