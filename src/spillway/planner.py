@@ -5,6 +5,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+from spillway.hardware.calibration import as_seen
 from spillway.hardware.limits import free_host_bytes, process_bytes
 from spillway.hardware.probe import measure
 from spillway.model.units import Unit
@@ -97,22 +98,30 @@ class Planner:
         self._request = request
         self._form = form
         self._placed: Plan | None = None
+        self._probed: HardwareSpec | None = None
         self._hardware: HardwareSpec | None = None
+
+    @property
+    def probed(self) -> HardwareSpec:
+        """This machine as it was measured, whatever earlier runs showed."""
+        if self._probed is None:
+            raise UsageError("nothing is planned before the first batch (or the example) is known")
+        return self._probed
 
     @property
     def hardware(self) -> HardwareSpec:
         """What the last plan was made for."""
         if self._hardware is None:
-            raise UsageError("nothing is planned before the first batch (or the example) is known")
+            self._hardware = as_seen(self.probed, self._paths)
         return self._hardware
 
     def _measure(self, profile: ModelProfile) -> HardwareSpec:
         """This machine, measured once, with the widest unit and the longest call of the model."""
-        if self._hardware is None:
+        if self._probed is None:
             # A transformer block of width h has about 12 h^2 parameters.
             hidden = math.isqrt(max((unit.num_params for unit in profile.units), default=0) // 12)
             rows = profile.tokens // max((call.chunks for call in profile.calls if call.kind == "FORWARD"), default=1)
-            self._hardware = measure(
+            self._probed = measure(
                 self._device.torch_device,
                 self._dtype,
                 self._paths,
@@ -121,7 +130,7 @@ class Planner:
                 self._form,
                 max(self._budget.host_bytes - self._budget.process_bytes, 16 << 20),
             )
-        return self._hardware
+        return self.hardware
 
     def __call__(self, profile: ModelProfile, is_open: bool) -> Plan:
         """The plan; once weights rest somewhere they stay there."""

@@ -16,7 +16,7 @@ from spillway.api import as_dtype
 from spillway.assembly import model_profiler
 from spillway.checkpoint.save import MAX_SHARD_BYTES
 from spillway.data import Batches, encode_files
-from spillway.hardware.calibration import calibration
+from spillway.hardware.calibration import as_seen
 from spillway.hardware.catalogue import find_machine
 from spillway.hardware.machine import this_machine
 from spillway.integrations.huggingface import (
@@ -296,10 +296,6 @@ def figures(question: Question, plan: Plan) -> PlanReport:
     """What a plan promises."""
     base, machine, profile = _known(question), question.machine, question.profile()
     trace = simulate(plan.ops, plan.pools, machine.hardware)
-    factor = 1.0
-    if question.measured:
-        factor = calibration(tuple(map(Path, question.options.store)), machine.hardware.device, plan.bottleneck)
-    plan = plan.calibrated(factor)
     flops = 3 * sum(call.flops for call in profile.calls)
     spread = _SPREAD_MEASURED if question.measured else _SPREAD_CATALOGUE
     run = plan.step_seconds * question.steps
@@ -311,7 +307,6 @@ def figures(question: Question, plan: Plan) -> PlanReport:
         fits=True,
         peaks=plan.peaks,
         phases=phase_peaks(profile, plan, MAX_SHARD_BYTES),
-        calibration=factor,
         step_seconds=plan.step_seconds,
         clipped_step_seconds=plan.wary_step_seconds,
         tokens_per_s=tokens_per_s,
@@ -403,7 +398,11 @@ def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: Ow
     """The question about a machine by name, or about this one, measured. Raises UsageError for what makes no sense."""
     options.check()
     paths = tuple(map(Path, options.store))
-    machine = this_machine(paths, free_on(even_geometry(paths))) if hardware is None else find_machine(hardware)
+    if hardware is None:
+        machine = this_machine(paths, free_on(even_geometry(paths)))
+        machine = replace(machine, hardware=as_seen(machine.hardware, paths))
+    else:
+        machine = find_machine(hardware)
     return Question(options, machine, hardware is None, count_steps(options, reporter), own)
 
 

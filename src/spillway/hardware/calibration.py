@@ -1,30 +1,51 @@
-"""How wrong predictions were on this machine: kept after a run, part of the next prediction."""
+"""What runs on this machine have shown of it: kept after a run, part of what the next one is planned with."""
 
 import json
 import os
+from dataclasses import fields, replace
 from pathlib import Path
 
 from spillway.hardware.machine import cache_directory, machine_key
+from spillway.spec.hardware import HardwareSpec
 
 # A run says so much about the next one; the rest is what was known before.
 _WEIGHT = 0.5
 _LEAST, _MOST = 0.5, 2.0  # beyond that something else was going on
+_HOST_EXTRA = "host_extra_bytes"
+_RATES = {field.name for field in fields(HardwareSpec) if field.name.endswith("_per_s")}
 
 
-def calibration(paths: tuple[Path, ...], device: str, bottleneck: str) -> float:
-    """Measured over predicted seconds of a step in earlier runs with this device and these drives that were held up by
-    the same lane; 1 where there were none."""
-    return _read(_file(paths, device)).get(bottleneck, 1.0)
+def as_seen(probed: HardwareSpec, paths: tuple[Path, ...]) -> HardwareSpec:
+    """The machine with the rates that earlier runs with this device and these drives had; as probed where none were."""
+    known = _read(_file(paths, probed.device))
+    return replace(probed, **{name: known[name] * getattr(probed, name) for name in _RATES & known.keys()})
 
 
-def note_run(paths: tuple[Path, ...], device: str, bottleneck: str, predicted_s: float, measured_s: float) -> None:
-    """A run is over. `predicted_s`: without any calibration."""
-    if predicted_s <= 0 or measured_s <= 0:
-        return
+def note_rates(paths: tuple[Path, ...], probed: HardwareSpec, seen: HardwareSpec) -> None:
+    """A run is over. `probed`: without any calibration; `seen`: as its steps showed."""
+    ratios = {}
+    for name in _RATES:
+        if getattr(probed, name) > 0:
+            ratios[name] = min(max(getattr(seen, name) / getattr(probed, name), _LEAST), _MOST)
+    _note(paths, probed.device, ratios)
+
+
+def host_extra(paths: tuple[Path, ...], device: str) -> int:
+    """Bytes of host memory that earlier runs took beyond their plans' peaks: below 0 where they took less; 0 where
+    there were none. What is promised is the plan's peak all the same."""
+    return int(_read(_file(paths, device)).get(_HOST_EXTRA, 0.0))
+
+
+def note_host_peak(paths: tuple[Path, ...], device: str, planned: int, measured: int) -> None:
+    """A run is over: its planned and measured peak of host memory, in bytes."""
+    _note(paths, device, {_HOST_EXTRA: float(measured - planned)})
+
+
+def _note(paths: tuple[Path, ...], device: str, found: dict[str, float]) -> None:
     file = _file(paths, device)
     known = _read(file)
-    ratio = min(max(measured_s / predicted_s, _LEAST), _MOST)
-    known[bottleneck] = ratio if bottleneck not in known else _WEIGHT * ratio + (1 - _WEIGHT) * known[bottleneck]
+    for name, value in found.items():
+        known[name] = value if name not in known else _WEIGHT * value + (1 - _WEIGHT) * known[name]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}")
@@ -35,11 +56,11 @@ def note_run(paths: tuple[Path, ...], device: str, bottleneck: str, predicted_s:
 
 
 def _file(paths: tuple[Path, ...], device: str) -> Path:
-    return cache_directory() / f"calibration-{machine_key(device, paths)}.json"
+    return cache_directory() / f"seen-{machine_key(device, paths)}.json"
 
 
 def _read(file: Path) -> dict[str, float]:
     try:
-        return {str(lane): float(ratio) for lane, ratio in json.loads(file.read_text()).items()}
+        return {str(name): float(value) for name, value in json.loads(file.read_text()).items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}  # never run, or by another version

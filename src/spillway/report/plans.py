@@ -32,10 +32,8 @@ def print_report(console: Console, report: PlanReport) -> None:
     by = "" if report.policy == "auto" else f" (planned as {report.policy} would)"
     table.add_row("update", f"{report.update}{by}")
     clipped = report.clipped_step_seconds
-    factor = f" ({report.calibration:.2f} times what was computed, as earlier runs here measured)"
-    calibrated = factor if report.calibration != 1.0 else ""
     slower = f", {format_seconds(clipped)} where gradients are clipped" if clipped else ""
-    table.add_row("step", f"{format_seconds(report.step_seconds)} for {report.tokens:,} tokens{slower}{calibrated}")
+    table.add_row("step", f"{format_seconds(report.step_seconds)} for {report.tokens:,} tokens{slower}")
     table.add_row("tokens per second", f"{report.tokens_per_s:,.0f}")
     share = f" ({report.peak_share:.0%} of the device's peak)" if report.peak_share else ""
     table.add_row("model FLOP/s", f"{report.model_flops_per_s / 1e12:.1f} TFLOP/s{share}")

@@ -28,6 +28,9 @@ class RunSummary:
     output: str
     state_bytes: int
     eval_losses: tuple[float, ...] = ()  # of held-out data
+    refined_step_s: float = (
+        0.0  # predicted again after the first steps, with the rates they had; 0 where there were none
+    )
 
 
 def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_bytes: int, steps: int) -> None:
@@ -65,9 +68,10 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     table = Table(title="Spillway run", title_justify="left")
     for column, justify in (("", "left"), ("predicted", "right"), ("measured", "right"), ("budget", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    table.add_row(
-        "seconds per step", format_seconds(summary.predicted_step_s), format_seconds(summary.measured_step_s), ""
-    )
+    predicted = format_seconds(summary.predicted_step_s)
+    if summary.refined_step_s:
+        predicted += f", after the first steps {format_seconds(summary.refined_step_s)}"
+    table.add_row("seconds per step", predicted, format_seconds(summary.measured_step_s), "")
     budgets = {
         "device": summary.budget.device_bytes,
         "host": summary.budget.host_bytes,

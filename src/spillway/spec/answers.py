@@ -30,7 +30,6 @@ class PlanReport:
     micro_rows: int = 0  # computed at a time inside a unit
     policy: str = "auto"
     phases: dict[str, TierPeaks] = field(default_factory=dict)  # load, step, evaluation, save, export
-    calibration: float = 1.0  # measured over predicted, in earlier runs on this machine; part of the prediction
     step_seconds: float = 0.0
     clipped_step_seconds: float = 0.0  # of one whose gradients are clipped; 0 where it takes no longer
     tokens_per_s: float = 0.0

@@ -1,6 +1,6 @@
 """The plan: what lives where, and the list of operations of one step. See docs/architecture.md, 'The plan is data'."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 KINDS = (
     "READ",
@@ -188,10 +188,6 @@ class Plan:
     def predicted_seconds(self, wary: bool) -> float:
         """Of an optimizer step, by `wary_ops` or not."""
         return self.wary_step_seconds if wary and self.wary_ops else self.step_seconds
-
-    def calibrated(self, factor: float) -> "Plan":
-        """The same, predicted to take so many times as long."""
-        return replace(self, step_seconds=factor * self.step_seconds, wary_step_seconds=factor * self.wary_step_seconds)
 
     @property
     def bytes_written(self) -> float:

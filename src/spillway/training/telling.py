@@ -3,24 +3,32 @@
 import json
 import math
 import statistics
+from dataclasses import replace
 
 from spillway import native
 from spillway.data import DataPosition
-from spillway.hardware.calibration import calibration, note_run
+from spillway.hardware.calibration import host_extra, note_host_peak, note_rates
 from spillway.hardware.drives import endurance_of
 from spillway.hardware.watch import MemoryWatch
-from spillway.plan.simulate import simulate
+from spillway.plan.refine import RATES, refined
+from spillway.plan.simulate import simulate, step_seconds
 from spillway.report.chrome import write_chrome_trace
 from spillway.report.metrics import MetricsFile, StepMetrics, sum_lanes
 from spillway.report.progress import Reporter
 from spillway.report.tables import RunSummary, print_plan, print_summary
+from spillway.spec.hardware import HardwareSpec
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
+from spillway.spec.sizes import format_seconds
 from spillway.training.progress import Progress
 from spillway.training.setup import Training
 
 # Steps, and seconds of each, from which on a run says something about predictions.
 _TELLING_STEPS, _TELLING_SECONDS = 3, 0.2
+# The first step of a start finds nothing due and everything cold.
+_LOOKED_AT = 2
+# Rates and times that are off by less are not worth a line.
+_WORTH_TELLING = 0.15
 
 
 class Telling:
@@ -31,15 +39,18 @@ class Telling:
         self._progress = progress
         self._reporter = reporter
         self._watch = watch
-        # Measured over predicted seconds of earlier runs on this machine.
-        self._calibration = calibration(training.stores, training.session.device.kind, training.plan.bottleneck)
+        self._planner = training.parts.planner
+        self._kind = training.session.device.kind
+        self._refined_step = 0.0  # seconds, with the rates of the first steps
+        peaks = training.plan.peaks
+        # The plan's peak is a promise; this is what runs here take of it.
+        self._expected_peaks = replace(peaks, host=max(peaks.host + host_extra(training.stores, self._kind), 0))
 
     def tell_plan(self) -> None:
         """Print it and write plan.json and config.json."""
         training, reporter, plan = self._training, self._reporter, self._training.plan
-        kind, left = training.session.device.kind, training.total - self._progress.step
-        shown = plan.calibrated(self._calibration)
-        print_plan(reporter.console, shown, training.parts.budget, kind, training.state_bytes, left)
+        left = training.total - self._progress.step
+        print_plan(reporter.console, plan, training.parts.budget, self._kind, training.state_bytes, left)
         homes = training.session.store.homes
         how = "O_DIRECT" if homes.need_disk().direct else "page cache"
         stores = ", ".join(map(str, training.stores))
@@ -70,6 +81,8 @@ class Telling:
     ) -> None:
         """Add the line of the step that has just ended."""
         result = self._training.optimizer.last_result
+        if len(self._progress.seconds) == _LOOKED_AT:
+            self._look_again()
         busy, moved = sum_lanes(result.traces)
         metrics.add(
             StepMetrics(
@@ -89,6 +102,36 @@ class Telling:
                 held_out,
             )
         )
+
+    def _look_again(self) -> None:
+        """Predict the step anew with the rates that this one had, and say what differs."""
+        planned, seen = self._planner.hardware, self._seen()
+        plan = self._training.plan
+        self._refined_step, _ = step_seconds(plan, seen)
+        if plan.wary_ops and self._training.optimizer.last_result.wary:
+            self._refined_step = simulate(plan.wary_ops, plan.pools, seen).seconds
+        before = self._predicted()
+        if abs(self._refined_step - before) <= _WORTH_TELLING * before:
+            return
+        ratios = {lane: getattr(seen, name) / getattr(planned, name) for lane, name in RATES.items()}
+        off = ", ".join(
+            f"{lane} at {ratio:.2f} times" for lane, ratio in ratios.items() if abs(ratio - 1) > _WORTH_TELLING
+        )
+        self._reporter.say(
+            f"steps are expected to take {format_seconds(self._refined_step)}, not {format_seconds(before)}: {off} the "
+            f"rate that was planned with"
+        )
+
+    def _seen(self) -> HardwareSpec:
+        """The machine as the last step showed it."""
+        result, plan = self._training.optimizer.last_result, self._training.plan
+        ops = plan.wary_ops if result.wary else plan.ops
+        return refined(self._planner.hardware, ops, plan.pools, result.traces[-1])
+
+    def _predicted(self) -> float:
+        """Seconds of a step by the plan, clipped or not as most of them were."""
+        progress = self._progress
+        return self._training.plan.predicted_seconds(wary=2 * progress.wary_steps > len(progress.seconds))
 
     def written(self) -> dict[str, int]:
         """Bytes written to each drive by this run."""
@@ -113,18 +156,17 @@ class Telling:
         training, progress = self._training, self._progress
         later = progress.seconds[1:] or progress.seconds or [0.0]
         losses = progress.losses or [math.nan]
-        predicted = training.plan.predicted_seconds(wary=2 * progress.wary_steps > len(progress.seconds))
         if len(later) >= _TELLING_STEPS and statistics.median(later) >= _TELLING_SECONDS:
-            kind = training.session.device.kind
-            note_run(training.stores, kind, training.plan.bottleneck, predicted, statistics.median(later))
+            note_rates(training.stores, self._planner.probed, self._seen())
+            note_host_peak(training.stores, self._kind, training.plan.peaks.host, self._watch.peak)
         summary = RunSummary(
             progress.step,
             losses[0],
             losses[-1],
             progress.tokens / sum(progress.seconds) if progress.seconds else 0.0,
-            self._calibration * predicted,
+            self._predicted(),
             statistics.median(later),
-            training.plan.peaks,
+            self._expected_peaks,
             self._peaks(),
             training.parts.budget,
             self.written(),
@@ -132,6 +174,7 @@ class Telling:
             str(training.output),
             training.state_bytes,
             tuple(progress.eval_losses),
+            self._refined_step,
         )
         print_summary(self._reporter.console, summary)
         return summary

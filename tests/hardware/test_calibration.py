@@ -1,0 +1,42 @@
+"""What a run showed of the machine is what the next one is planned with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plan import profiles
+from spillway.hardware.calibration import as_seen, host_extra, note_host_peak, note_rates
+
+_PROBED = replace(profiles.MACHINE, device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_rates_of_a_run_are_those_of_the_next_plan_and_later_runs_count_half(tmp_path: Path) -> None:
+    probed, here = _PROBED, (tmp_path,)
+    assert as_seen(probed, here) == probed
+    slower = replace(probed, read_bytes_per_s=0.8 * probed.read_bytes_per_s)
+    note_rates(here, probed, slower)
+    assert as_seen(probed, here) == slower
+    note_rates(here, probed, probed)
+    assert as_seen(probed, here).read_bytes_per_s == pytest.approx(0.9 * probed.read_bytes_per_s)
+
+
+def test_a_disturbed_run_is_believed_within_limits_and_a_damaged_file_not_at_all(tmp_path: Path) -> None:
+    probed, here = _PROBED, (tmp_path,)
+    note_rates(here, probed, replace(probed, write_bytes_per_s=probed.write_bytes_per_s / 100))
+    assert as_seen(probed, here).write_bytes_per_s == probed.write_bytes_per_s / 2
+    (file,) = (tmp_path / "spillway").iterdir()
+    file.write_text('{"write_bytes_per_s": "x"')
+    assert as_seen(probed, here) == probed
+
+
+def test_what_runs_take_of_the_host_beside_their_plans_is_kept(tmp_path: Path) -> None:
+    assert host_extra((tmp_path,), "cpu") == 0
+    note_host_peak((tmp_path,), "cpu", planned=1000, measured=900)
+    note_host_peak((tmp_path,), "cpu", planned=1000, measured=800)
+    assert host_extra((tmp_path,), "cpu") == -150
