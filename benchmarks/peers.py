@@ -88,7 +88,7 @@ def commands(model: Path, store: str, rows: int, steps: int, peers: str) -> dict
         "spillway, disk": ours("disk", "float32"),
         "spillway 8-bit, disk": ours("disk", "8bit"),
         "spillway 8-bit and 24-bit masters, disk": ours("disk", "8bit-24"),
-        "spillway, memory": ours("host", "float32"),
+        "spillway, memory": ours("auto", "float32"),
         "plain PyTorch": plain("recompute"),
         "plain PyTorch" + KEEPING: plain("keep"),
     }

@@ -27,10 +27,11 @@ _SUBGROUPS = ((1 << 24, 4), (1 << 23, 4), (1 << 22, 4), (1 << 22, 2), (1 << 20, 
 _WORTHWHILE_SHARE = 0.25
 # What is moved nearer, and in which order. The first is that of traffic saved per byte: inputs of units (written and
 # read once a step), gradients that wait for the norm, weights (read twice), then states. In the others nothing settles
-# on the device, so that no guess is lost, or inputs of units go there before all.
+# on the device, so that no guess is lost, or inputs of units go there before all. Where the device's memory is the
+# host's, whole units go over to the device at last: they need no slots and are not copied.
 _ORDERS = (
     (("inputs", "host"), ("grads", "host"), ("weights", "host"), ("states", "host"), ("weights", "device"),
-     ("states", "device"), ("inputs", "device")),
+     ("states", "device"), ("inputs", "device"), ("units", "device")),
     (("inputs", "host"), ("grads", "host"), ("weights", "host"), ("states", "host"), ("inputs", "device")),
     (("inputs", "host"), ("inputs", "device"), ("grads", "host"), ("weights", "host"), ("states", "host"),
      ("weights", "device"), ("states", "device")),
@@ -298,7 +299,7 @@ class Filler:
         units = range(len(candidate.placement.units))
         calls = list(reversed(range(len(candidate.placement.acts))))  # the last come back first
         for part, tier in order:
-            if tier == "device" and self._device_is_host:
+            if tier == "device" and self._device_is_host != (part == "units"):
                 continue
             if part != "inputs" and self._request.fixed is not None:
                 continue
@@ -308,6 +309,8 @@ class Filler:
                 continue
             if part == "inputs":
                 filled = self._grow(candidate, "acts", calls, self._nearer_input(tier))
+            elif part == "units":
+                filled = self._grow(candidate, "units", units, self._onto_the_device)
             else:
                 filled = self._grow(candidate, "units", units, self._nearer(part, tier))
                 filled = filled if part != "states" or self._worth_it(filled) else candidate
@@ -330,6 +333,13 @@ class Filler:
             return replace(where, weights=tier) if part == "weights" else replace(where, grads=tier)
 
         return change
+
+    def _onto_the_device(self, placement: Placement, unit: int) -> UnitPlacement | None:
+        where = placement.units[unit]
+        may_live = "device" in self._space.weights and "device" in self._space.states
+        if not may_live or where.weights == "disk" or where.states != "host":
+            return None
+        return UnitPlacement("device", "device", "device")
 
     def _nearer_input(self, tier: str) -> Change:
         def change(placement: Placement, call: int) -> Kept | None:
