@@ -1,6 +1,7 @@
 """Forwards that no backward follows: the same outputs, with units fetched ahead."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import models
 import spillway
 from spillway.api import close
 from spillway.assembly import prepared
+from spillway.runtime.window import weight_views
 from spillway.spec.trace import Trace
+from spillway.store.placed import PlacedStore
 
 
 def teacher(store: Path, weights: str, name: str = "llama") -> tuple[nn.Module, nn.Module]:
@@ -66,6 +69,38 @@ def test_generation_streams_every_token(tmp_path: Path) -> None:
     given = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
     assert torch.equal(model.generate(ids, **given), plain.generate(ids, **given))  # type: ignore[operator]
     assert trace_of(model) is not None
+    close(model)
+
+
+@pytest.mark.parametrize("weights", ("host", "disk"))
+def test_of_few_tokens_only_the_experts_they_pick_are_fetched(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = teacher(tmp_path, weights, "mixtral")
+    fetched: list[int] = []
+    whole = PlacedStore.fetch
+
+    def fetch(self: PlacedStore, unit: int, *args: Any, **given: Any) -> torch.Tensor:
+        size = self.homes.units[unit].layout.weight_bytes
+        fetched.append(sum(stop - start for start, stop in given.get("ranges") or [(0, size)]))
+        if given.get("into") is None:
+            slot = whole(self, unit, *args, **given)
+            for name, param in weight_views(prepared(model).session.units[unit], slot).items():
+                if "experts" in name and given.get("ranges"):
+                    param.fill_(float("nan"))  # what is not picked is used for nothing
+            return slot
+        return whole(self, unit, *args, **given)
+
+    monkeypatch.setattr(PlacedStore, "fetch", fetch)
+    for token in range(3):
+        ids = torch.tensor([[token]])
+        fetched.clear()
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+        assert 0 < sum(fetched) < 0.75 * prepared(model).weight_bytes
+    batch = models.batch("mixtral", 0)
+    with torch.no_grad():  # many tokens pick all experts: those are fetched ahead
+        assert torch.equal(models.loss_of(model(**batch)), models.loss_of(plain(**batch)))
     close(model)
 
 

@@ -19,6 +19,7 @@ from spillway.runtime.buffers import BufferGuard
 from spillway.runtime.calls import own_copy, run_in_pieces
 from spillway.runtime.device import Device
 from spillway.runtime.engine import Engine
+from spillway.runtime.experts import RoutedExperts
 from spillway.runtime.forward_only import ForwardOnly
 from spillway.runtime.lanes import Due, StepState
 from spillway.runtime.rest import Rest
@@ -90,6 +91,7 @@ class Session:
         self._buffers = BufferGuard()
         self._activations: Activations | None = None  # of the forward under way
         self.forward_only = ForwardOnly()
+        self._experts = RoutedExperts(units, store)
         self.wants_logits = True  # of forwards without gradients
         stand_in(self, units, self.placeholders)
         self._hooks = [
@@ -136,7 +138,7 @@ class Session:
             return None
         if not torch.is_grad_enabled():
             if not self._in_step:
-                self._begin_forward_only()
+                self._begin_forward_only(args, kwargs)
             return None
         for hook in self.batch_hooks:
             kwargs = hook(args, kwargs)
@@ -146,17 +148,20 @@ class Session:
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._in_forward = False
         if not torch.is_grad_enabled() and not self._in_step:
-            self.forward_only.end(is_whole=output is not None)
+            if not self._experts.are_picked:
+                self.forward_only.end(is_whole=output is not None)
+            self._experts.end()
 
-    def _begin_forward_only(self) -> None:
-        """Every unit as it is at rest, and those outside any call bound. Between the backwards of a step each unit is
-        fetched when it is called."""
+    def _begin_forward_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Every unit as it is at rest, and those outside any call bound. Between the backwards of a step, and where
+        experts are fetched as they are picked, each unit is fetched when it is called."""
         self.forward_only.give_up()
         if not self.engine.is_open:
             self.open()
         self.come_to_rest()
         bind_residents(self.units, self.store.homes, with_grads=False)
-        if self.rounds.is_first:
+        self._experts.begin(args, kwargs)
+        if self.rounds.is_first and not self._experts.are_picked:
             schedule = self.engine.in_force
             self.engine.open(schedule)
             self.forward_only.begin(self.engine.executor, schedule, lambda ops: self.engine.start(ops, StepState()))
@@ -230,7 +235,8 @@ class Session:
         if self.schedules.is_profiling:
             return self.schedules.profile_call(call)
         if not torch.is_grad_enabled():
-            op = None if self._in_step else self.forward_only.next_op(call.unit)
+            alone = self._in_step or self._experts.are_picked
+            op = None if alone else self.forward_only.next_op(call.unit)
             with self._on_demand(call.unit) if op is None else self.engine.computing(op) as (slot, _):
                 result = run_in_pieces(call) if call.kind == "LOSS" else call.run()
                 return tree_map_only(torch.Tensor, lambda output: own_copy(output, slot), result)
@@ -265,10 +271,10 @@ class Session:
             self.open()
         if not self._in_step or not self.rest.is_up_to_date(self._in_forward):
             self.come_to_rest()
-        slot = self.store.fetch(unit, beside_step=self._in_step)
-        views = weight_views(self.units[unit], slot)
-        with bound(self.units[unit], views, self.placeholders):
-            yield slot, views
+        with self._experts.fetched(unit, self._in_step) as slot:
+            views = weight_views(self.units[unit], slot)
+            with bound(self.units[unit], views, self.placeholders):
+                yield slot, views
 
     # Called by the unit function #
 

@@ -1,7 +1,7 @@
 """The store of one model, laid out as its plan says."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,11 +12,12 @@ from spillway.spec.errors import DiskError, invariant
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan, Pool
+from spillway.spec.sizes import align
 from spillway.store.arena import Arena, SlabPools
 from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Extent, Geometry, StripedDisk
 from spillway.store.homes import Homes, UnitHome
-from spillway.store.layout import UnitLayout
+from spillway.store.layout import PAGE, UnitLayout
 from spillway.store.manifest import Manifest
 from spillway.store.space import Space
 
@@ -167,18 +168,27 @@ class PlacedStore:
         left = self.arena.num_bytes - self.arena.mark()
         return self.arena.allocate(max(min(num_bytes, left), least), owner)
 
-    def fetch(self, unit: int, beside_step: bool = False) -> torch.Tensor:
+    def fetch(
+        self,
+        unit: int,
+        beside_step: bool = False,
+        ranges: Sequence[tuple[int, int]] | None = None,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The unit's weights on the device, by themselves; valid until the next fetch or step. `beside_step`: a step
-        is under way, whose slabs are not to be touched."""
+        is under way, whose slabs are not to be touched. `ranges`: of bytes of the weights, (start, stop); all of them
+        otherwise. `into`: what an earlier fetch of the unit gave."""
         home = self.homes.units[unit]
         if home.device_weight is not None:
             return home.device_weight
         size = home.layout.weight_bytes
         named = self._names is not None and not beside_step
         slots = self._buffers.get(self._names.slot(unit), []) if self._names and named else []
-        slot = slots[0] if slots else self._on_device(size)
+        slot = into if into is not None else slots[0] if slots else self._on_device(size)
+        parts = [(0, size)] if ranges is None else list(ranges)
         if home.weight is not None:
-            slot[:size].copy_(home.weight[:size])
+            for start, stop in parts:
+                slot[start:stop].copy_(home.weight[start:stop])
             return slot
         slabs = self._buffers.get(self._names.weight(unit), []) if self._names and named else []
         if slabs:
@@ -187,9 +197,13 @@ class PlacedStore:
             if self._lone is None:
                 self._lone = Arena(max(layout.weight_bytes for layout in self._layouts))
             slab = self._lone.buffer
-        extent = Extent(home.extents[home.current].offset, size)
-        self.homes.need_disk().read(self.homes.own_engine, extent, slab)
-        slot[:size].copy_(slab[:size])
+        at, moves = home.extents[home.current].offset, []
+        for start, stop in parts:
+            first, last = start // PAGE * PAGE, align(stop, PAGE)
+            moves.append((Extent(at + first, last - first), slab[first:last]))
+        self.homes.need_disk().read_all(self.homes.own_engine, moves)
+        for start, stop in parts:
+            slot[start:stop].copy_(slab[start:stop])
         return slot
 
     def close(self) -> None:
