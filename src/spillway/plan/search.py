@@ -167,13 +167,21 @@ class _Search:
 
     def _best_variant(self, best: _Timed | None, candidate: Candidate, bound: float) -> _Timed:
         """The best so far or a faster way to update of this candidate, whose ways all take `bound` at least."""
-        for variant in self._variants(candidate):
+        before = best
+        for number, variant in enumerate(self._variants(candidate)):
             if best is not None and (best.seconds <= _CLOSE * bound or self._simulated > _PATIENCE):
                 break
+            if number and self._is_large and best and before and best.seconds * _CLOSE > before.seconds:
+                break  # what the first way does not gain the others do not, either
             best = self._better(best, variant)
         if best is None:
             raise AssertionError("a candidate has no way to update")
         return best
+
+    @property
+    def _is_large(self) -> bool:
+        """So many units that plans take long to simulate, and differ little in which update is when."""
+        return len(self._model.units) > _WIDELY
 
     @property
     def _searches_freely(self) -> bool:
@@ -224,7 +232,8 @@ class _Search:
         """What no way to update makes faster: as if all were left to the next forward, and the CPU took no time."""
         placement = candidate.placement
         units = tuple(replace(where, defers=where.states != "none") for where in placement.units)
-        free = replace(self._hardware, update_params_per_s=float("inf")) if self._may_visit else self._hardware
+        may_visit = self._may_visit and any(where.states == "host" for where in placement.units)
+        free = replace(self._hardware, update_params_per_s=float("inf")) if may_visit else self._hardware
         return busiest(self._model, replace(placement, units=units, update="deferred"), free)
 
     def _recomputed(self, candidate: Candidate) -> float:

@@ -1,0 +1,108 @@
+"""How long does planning take?
+
+    python benchmarks/planning.py [--repeats 5] [--json FILE] [--check]
+
+GPT-13B (43 units) and GPT-175B (99 units of 1.8 billion parameters, each updated in 27 parts) on machines where the
+drives, the GPU, the optimizer or nothing but memory are the bound. The model is profiled before the clock starts.
+Target: 0.1 s.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from spillway.planning import Question, ask
+from spillway.report.progress import Reporter
+from spillway.spec.options import TrainOptions
+
+TARGET = 0.1  # seconds
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a machine; `rows` of 1024 tokens a step."""
+
+    name: str
+    model: str
+    hardware: str
+    rows: int
+
+
+CASES = (
+    Case("13B, the drives are the bound", "gpt-13b", "rtx4090+2x990pro+128GB", 8),
+    Case("13B, the GPU is the bound", "gpt-13b", "rtx4090+12x990pro+768GB", 32),
+    Case("13B, all in memory", "gpt-13b", "h200+1500GB", 16),
+    Case("175B, the optimizer is the bound", "gpt-175b", "rtx4090+12x990pro+768GB", 2),
+    Case("175B, the drives are the bound", "gpt-175b", "a100-80+4x990pro+256GB", 8),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds; the fastest, which other work on the machine disturbs least, and the median."""
+
+    name: str
+    units: int
+    operations: int
+    bottleneck: str
+    fastest: float
+    median: float
+
+
+def question(case: Case) -> Question:
+    """What `spillway plan` would be asked."""
+    options = TrainOptions(
+        model=case.model,
+        data=(),
+        output_dir="",
+        store=(".",),
+        max_length=1024,
+        max_steps=1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=case.rows,
+    )
+    return ask(options, case.hardware, Reporter())
+
+
+def measure(case: Case, repeats: int) -> Result:
+    """Plan again and again."""
+    asked = question(case)
+    profile, times = asked.profile(), []
+    plan = asked.plan(asked.machine, profile)
+    for _ in range(repeats):
+        start = time.perf_counter()
+        plan = asked.plan(asked.machine, profile)
+        times.append(time.perf_counter() - start)
+    return Result(case.name, len(profile.units), len(plan.ops), plan.bottleneck, min(times), statistics.median(times))
+
+
+def main() -> int:
+    """Print the table; with --check, 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    results = []
+    for case in CASES:
+        result = measure(case, given.repeats)
+        results.append(result)
+        print(
+            f"{case.name:34} {case.hardware:24} {result.units} units, {result.operations} operations, "
+            f"{result.bottleneck}: {1e3 * result.fastest:.0f} ms (median {1e3 * result.median:.0f})",
+            flush=True,
+        )
+    if given.json:
+        given.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    missed = [f"{r.name}: {1e3 * r.fastest:.0f} ms" for r in results if r.fastest > TARGET]
+    for line in missed:
+        print(f"missed: {line}")
+    return 1 if given.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
