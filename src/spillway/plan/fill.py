@@ -20,7 +20,7 @@ from spillway.spec.sizes import format_size, format_size_up
 
 # Elements per subgroup and how many are under way: large enough for the drive, small enough that slabs stay cheap. The
 # first ones are for budgets of which they are a small share.
-_LARGE_SUBGROUPS = ((1 << 26, 4), (1 << 25, 4))
+_LARGE_SUBGROUPS = ((1 << 28, 4), (1 << 27, 4), (1 << 26, 4), (1 << 25, 4))
 _LARGE_SHARE = 1 / 32
 _SUBGROUPS = ((1 << 24, 4), (1 << 23, 4), (1 << 22, 4), (1 << 22, 2), (1 << 20, 2), (1 << 18, 1))
 # Of the optimizer states: fewer than that in host memory are not worth losing a saved point at every step.
