@@ -298,6 +298,19 @@ def test_held_out_data_is_evaluated_now_and_then_and_changes_nothing(
     assert found[4] == pytest.approx(total / count, rel=5e-3)
 
 
+def test_only_steps_as_planned_say_anything_of_the_machine(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ("--max-steps", "4", "--packing", "--update", "deferred", "--states", "disk", "--json")
+    flushed = ("--eval-data", str(data), "--eval-steps", "1")  # leaves nothing for the next forward to update
+    refined = []
+    for name, more in (("planned", ()), ("flushed", flushed)):
+        capsys.readouterr()
+        assert run(arguments(model, data, tmp_path / name, *shape, *more)) == 0
+        refined.append(json.loads(capsys.readouterr().out)["refined_step_s"])
+    assert refined[0] > 0 and refined[1] == 0
+
+
 def test_a_run_without_room_for_two_copies_is_made_in_place_and_says_so(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,14 @@ def test_memory_is_filled_before_the_disk_is_used() -> None:
     assert {unit.states for unit in plan.placement.units} == {"disk"}
 
 
+@pytest.mark.parametrize("wish", ("keep", "tape"))
+def test_what_the_user_wants_kept_is_kept_even_where_recomputing_costs_nothing(wish: str) -> None:
+    slow = dataclasses.replace(profiles.MACHINE, read_bytes_per_s=1e8, write_bytes_per_s=1e8)
+    request = PlanRequest(weights="disk", states="disk", activations=wish)
+    plan = make_plan(profiles.chain(8), slow, profiles.PLENTY, request)
+    assert sum(kept.everything or bool(kept.tape) for kept in plan.placement.acts) == 8
+
+
 def test_overlap_with_clipping_and_several_backward_calls_contradict_each_other() -> None:
     with pytest.raises(UsageError, match="of several backward calls"):
         make_plan(

@@ -89,8 +89,13 @@ def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpe
     if placement.update == "serial":
         after = replace(update, read=0.0, upload=0.0)
         least = max(least, forward.flops / hardware.device_flops_per_s + computing + after.seconds(hardware))
-    late = _update([(unit, where) for unit, where in _used(model, placement) if where.defers])
-    in_slabs = placement.state_slabs * placement.subgroup * model.update_bytes  # may be written in backward
+    deferring = [(unit, where) for unit, where in _used(model, placement) if where.defers]
+    late = _update(deferring)
+    # What is in slabs may be written in backward.
+    heaviest = max(
+        ((unit.weight_bytes + unit.state_bytes) / max(unit.num_trainable, 1) for unit, _ in deferring), default=0
+    )
+    in_slabs = placement.state_slabs * placement.subgroup * heaviest
     before = Phase(read=forward.read + late.read, write=max(late.write - in_slabs, 0.0))
     return max(least, before.seconds(hardware) + computing)
 
@@ -101,11 +106,17 @@ def least_computing(model: ModelProfile, hardware: HardwareSpec) -> float:
 
 
 def is_held_up_by_recomputing(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> bool:
-    """Whether the step, or its forward or backward alone, could get faster by computing less again."""
-    forward, backward = phases(model, placement)
+    """Whether the step, or its backward with the updates that may be made within it, could get faster by computing less
+    again."""
+    forward, backward, update = _parts(model, placement)
     again = sum(recomputed_flops(call, kept) for call, kept in zip(model.calls, placement.acts, strict=True))
-    parts = (backward, forward + backward)
-    return any(part.seconds(hardware, flops=-again) < part.seconds(hardware) for part in parts)
+    if placement.in_turn:
+        return again > 0
+    within = _update([(unit, where) for unit, where in _used(model, placement) if not where.defers])
+    behind = backward if placement.update == "serial" else backward + within
+    return any(
+        part.seconds(hardware, flops=-again) < part.seconds(hardware) for part in (behind, forward + backward + update)
+    )
 
 
 def phases(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase]:

@@ -239,7 +239,9 @@ class Filler:
             shallow = self.candidate(replace(lowest.placement, window=1, grad_slots=1))
             starts += [self.fill(shallow, order) for order in (_ORDERS if widely else _ORDERS[:1])]
         plain = list({start.placement: start for start in starts}.values())
-        if not any(is_held_up_by_recomputing(self._model, start.placement, self._hardware) for start in plain):
+        is_wished = self._request.activations in ("keep", "tape")
+        held_up = (is_held_up_by_recomputing(self._model, start.placement, self._hardware) for start in plain)
+        if not is_wished and not any(held_up):
             yield from plain  # what else is kept or moved makes nothing faster
             return
         if "device" in space.kept_in:

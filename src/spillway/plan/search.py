@@ -171,8 +171,10 @@ class _Search:
         for number, variant in enumerate(self._variants(candidate)):
             if best is not None and (best.seconds <= _CLOSE * bound or self._simulated > _PATIENCE):
                 break
-            if number and self._is_large and best and before and best.seconds * _CLOSE > before.seconds:
-                break  # what the first way does not gain the others do not, either
+            visits = any(where.visits for where in variant.placement.units)
+            gains = best is not None and (before is None or best.seconds * _CLOSE <= before.seconds)
+            if number and self._is_large and not visits and not gains:
+                continue  # what the first way does not gain other moments of updating do not, either
             best = self._better(best, variant)
         if best is None:
             raise AssertionError("a candidate has no way to update")

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from spillway.spec.errors import UsageError
+from spillway.store.layout import PAGE
 
 
 class Device(Protocol):
@@ -55,8 +56,10 @@ class CpuDevice:
     torch_device = torch.device("cpu")
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """A uint8 buffer, aligned for every kernel."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        """A uint8 buffer of whole pages: what rests there is written to the drives from where it is."""
+        pages = torch.empty(num_bytes + PAGE, dtype=torch.uint8)
+        start = -pages.data_ptr() % PAGE
+        return pages[start : start + num_bytes]
 
     def pin(self, buffer: torch.Tensor) -> Callable[[], None]:
         """Nothing to do."""

@@ -31,6 +31,14 @@ class _Experts:
         """Of the experts, how many so many tokens pick, if all are picked alike."""
         return 1 - (1 - self.per_token / self.count) ** tokens
 
+    def picked_in(self, given: Any) -> list[int]:
+        """Those that a call of the module is told to use; all of them where it is told in a way we do not know."""
+        leaves = (leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor))
+        whole = [leaf for leaf in leaves if leaf.dtype in (torch.int64, torch.int32)]
+        if len(whole) != 1 or not whole[0].dim() or whole[0].shape[-1] != self.per_token:
+            return list(range(self.count))
+        return [number for number in whole[0].unique().tolist() if 0 <= number < self.count]
+
 
 class RoutedExperts:
     """Which units have them, and how those come."""
@@ -43,7 +51,7 @@ class RoutedExperts:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward without gradients has begun on this batch."""
-        tokens = _tokens((args, kwargs))
+        tokens = _tokens(args, kwargs)
         self.are_picked = bool(self._of) and all(each.likely_share(tokens) <= _FEW for each in self._of.values())
 
     def end(self) -> None:
@@ -54,7 +62,7 @@ class RoutedExperts:
     def fetched(self, unit: int, beside_step: bool) -> Iterator[torch.Tensor]:
         """The unit in a buffer on the device. Where experts are picked in this forward, those of the unit come inside,
         when they are called."""
-        experts = self._of.get(unit) if self.are_picked else None
+        experts = self._of.get(unit) if self.are_picked and not beside_step else None
         if experts is None:
             yield self._store.fetch(unit, beside_step)
             return
@@ -70,22 +78,20 @@ class RoutedExperts:
             hook.remove()
 
     def _fetch_picked(self, unit: int, experts: _Experts, slot: torch.Tensor, given: Any) -> None:
-        leaves = (leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor))
-        indices = [leaf for leaf in leaves if leaf.dtype in (torch.int64, torch.int32)]
-        picked = {number for index in indices for number in index.unique().tolist() if number < experts.count}
+        numbers = experts.picked_in(given)
         ranges = []
         for place in experts.places:
             start, stop = self._units[unit].layout.byte_range(place)
             size = (stop - start) // experts.count
-            # Without any word of what was picked, all of them.
-            numbers = sorted(picked) if indices else range(experts.count)
             ranges += [(start + size * number, start + size * (number + 1)) for number in numbers]
         self._store.fetch(unit, ranges=ranges, into=slot)
 
 
 def _find(unit: Unit) -> _Experts | None:
     """The experts of a unit whose parameters are stacked, one slice for each, as transformers has them; None for any
-    other unit."""
+    other unit, and for a compiled one: what was compiled without our hook may be run in its place."""
+    if any(module._compiled_call_impl is not None for _, member in unit.members for module in member.modules()):
+        return None
     places = {place.name: place for place in unit.layout.places}
     tops = [getattr(module, "top_k", None) for _, member in unit.members for module in member.modules()]
     per_token = next((top for top in tops if isinstance(top, int)), 0)
@@ -93,7 +99,10 @@ def _find(unit: Unit) -> _Experts | None:
         count = getattr(module, "num_experts", None)
         own = [places[slot.name] for slot in unit.slots if slot.module is module and slot.name in places]
         is_stacked = all(len(place.shape) > 1 and place.shape[0] == count for place in own)
-        if per_token and isinstance(count, int) and is_stacked and any(len(place.shape) > 2 for place in own):
+        names = {place.name for place in own}
+        is_shared = any(slot.name in names and slot.module is not module for slot in unit.slots)
+        is_deep = any(len(place.shape) > 2 for place in own)
+        if per_token and isinstance(count, int) and is_stacked and is_deep and not is_shared:
             return _Experts(module, count, per_token, tuple(own))
     return None
 
@@ -108,9 +117,13 @@ def _between(taken: list[tuple[int, int]], end: int) -> list[tuple[int, int]]:
     return found
 
 
-def _tokens(batch: Any) -> int:
-    """Of a forward's batch: those of the largest tensor of numbers of tokens, or rows of the largest other one."""
-    tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of a forward's batch. The smallest tensor of whole numbers tells, where none has the usual name: a mask covers
+    what is in the cache, too."""
+    ids = kwargs.get("input_ids")
+    if isinstance(ids, torch.Tensor):
+        return ids.numel()
+    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
     whole = [leaf.numel() for leaf in tensors if not leaf.is_floating_point() and leaf.dim() == 2]
     rows = [leaf.numel() // leaf.shape[-1] for leaf in tensors if leaf.is_floating_point() and leaf.dim() > 1]
-    return max(whole or rows or [1 << 30])
+    return min(whole or rows or [1 << 30])

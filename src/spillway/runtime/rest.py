@@ -69,24 +69,28 @@ class Rest:
         finally:
             self.note()
 
-    def give_up(self, in_backward: bool) -> None:
-        """The step under way ends here: the updates of the one before it come to rest, its own are taken back."""
+    def run_out(self) -> None:
+        """Of a step that is given up: the updates of the one before it."""
         executor = self._engine.executor
-        try:
-            self._run_out()
-        finally:
-            executor.abandon()
-            self._half_done |= self._engine.step.is_half_done
-            self._take_back()
-            if self._rounds.is_first or in_backward or executor.has_failed:
-                self._rounds.start_anew()
-                self._engine.forget_gradients()
+        commit = executor.find_late("COMMIT")
+        if commit is not None and self._engine.step.late is not None and not executor.has_failed:
+            executor.run_out(commit)
+
+    def abandon(self, in_backward: bool) -> None:
+        """The step under way ends here, and what it has written is taken back."""
+        executor = self._engine.executor
+        executor.abandon()
+        self._half_done |= self._engine.step.is_half_done
+        self._take_back()
+        if self._rounds.is_first or in_backward or executor.has_failed:
+            self._rounds.start_anew()
+            self._engine.forget_gradients()
 
     def fail(self) -> None:
         """A lane has raised at the end of a step, which is given up later."""
         self._rounds.start_anew()
         try:
-            self._run_out()
+            self.run_out()
         finally:
             self._engine.executor.abandon()
             self.note()
@@ -126,13 +130,6 @@ class Rest:
             return False
         executor.run_out(commit)
         return True
-
-    def _run_out(self) -> None:
-        """Of a forward that is given up: the updates of the step before it."""
-        executor = self._engine.executor
-        commit = executor.find_late("COMMIT")
-        if commit is not None and self._engine.step.late is not None and not executor.has_failed:
-            executor.run_out(commit)
 
     def _take_back(self) -> None:
         """What the step under way has written is the state of nothing."""

@@ -170,6 +170,7 @@ class Session:
         if not any(unit.layout.num_trainable for unit in self.units):
             raise UsageError("this model streams for forwards alone: call it under torch.no_grad()")
         self.rounds.refuse_more()
+        self._experts.end()
         self.settle()
         self.rest.refuse_half_done()
         schedule = self.schedules.of(args, kwargs)
@@ -216,8 +217,11 @@ class Session:
         if not self.engine.is_running:
             return
         if self._in_step:
-            in_backward, self._in_step, self._in_backward = self._in_backward, False, False
-            self.rest.give_up(in_backward)
+            try:
+                self.rest.run_out()
+            finally:
+                self.rest.abandon(self._in_backward)
+                self._in_step = self._in_backward = False
         else:
             self.rest.await_lanes()
         self.rest.note()

@@ -209,6 +209,14 @@ class Homes:
         # Called before a unit's state in memory changes; a saved point may still be written from it.
         self.before_change: Callable[[int], None] = _nothing_waits
 
+    @property
+    def bytes_beside_arena(self) -> int:
+        """Host memory of units that rest on the device where that is the CPU."""
+        resting = [(home.device_weight, home.device_grad, *(home.state or {}).values()) for home in self.units]
+        on_device = {id(part): part for home, parts in zip(self.units, resting, strict=True) for part in parts
+                     if part is not None and home.device_weight is not None and part.device.type == "cpu"}  # fmt: skip
+        return sum(part.numel() for part in on_device.values())
+
     def need_disk(self) -> StripedDisk:
         """The disk. Raises InvariantError where the plan has none."""
         invariant(self.disk is not None, "this plan has no store on disk")

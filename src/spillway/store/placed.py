@@ -165,7 +165,7 @@ class PlacedStore:
         """Host memory for moving weights in and out while no step is under way; valid until the next step or staging.
         Shrinks to what is left, but not below `least`."""
         self._free_slabs()
-        left = self.arena.num_bytes - self.arena.mark()
+        left = self.arena.num_bytes - self.arena.mark() - self.homes.bytes_beside_arena
         return self.arena.allocate(max(min(num_bytes, left), least), owner)
 
     def fetch(

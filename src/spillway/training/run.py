@@ -130,6 +130,7 @@ class _Run:
         progress.wary_steps += training.optimizer.last_result.wary
         tokens = batch["input_ids"].numel()
         progress.tokens += tokens
+        self._telling.look()
         held_out = self._evaluate()
         self._telling.tell_step(metrics, position, value, learning_rate, tokens, trained, seconds, held_out)
         line.step(progress.step, value, training.optimizer.last_result.grad_norm, learning_rate, tokens, seconds)

@@ -19,7 +19,9 @@ from spillway.report.tables import RunSummary, print_plan, print_summary
 from spillway.spec.hardware import HardwareSpec
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
+from spillway.spec.plan import Op
 from spillway.spec.sizes import format_seconds
+from spillway.spec.trace import Trace
 from spillway.training.progress import Progress
 from spillway.training.setup import Training
 
@@ -42,6 +44,7 @@ class Telling:
         self._planner = training.parts.planner
         self._kind = training.session.device.kind
         self._refined_step = 0.0  # seconds, with the rates of the first steps
+        self._telling_step: tuple[tuple[Op, ...], Trace] | None = None
         peaks = training.plan.peaks
         # The plan's peak is a promise; this is what runs here take of it.
         self._expected_peaks = replace(peaks, host=max(peaks.host + host_extra(training.stores, self._kind), 0))
@@ -81,8 +84,6 @@ class Telling:
     ) -> None:
         """Add the line of the step that has just ended."""
         result = self._training.optimizer.last_result
-        if len(self._progress.seconds) == _LOOKED_AT:
-            self._look_again()
         busy, moved = sum_lanes(result.traces)
         metrics.add(
             StepMetrics(
@@ -103,12 +104,24 @@ class Telling:
             )
         )
 
-    def _look_again(self) -> None:
-        """Predict the step anew with the rates that this one had, and say what differs."""
-        planned, seen = self._planner.hardware, self._seen()
-        plan = self._training.plan
+    def look(self) -> None:
+        """A step has just ended, and nothing was done since. If it was one as the plan has it, keep what it showed of
+        the machine; the first of those predicts the steps anew."""
+        training, engine = self._training, self._training.session.engine
+        result, plan = training.optimizer.last_result, training.plan
+        ops = plan.wary_ops if result.wary else plan.ops
+        was_flushed = engine.step.late is None and any(op.late for op in ops)
+        if engine.in_force.plan is not plan or was_flushed or len(self._progress.seconds) < _LOOKED_AT:
+            return
+        self._telling_step = ops, result.traces[-1]
+        if not self._refined_step:
+            self._predict_anew(result.wary)
+
+    def _predict_anew(self, wary: bool) -> None:
+        """With the rates that the last step had, and say what differs."""
+        planned, seen, plan = self._planner.hardware, self._seen(), self._training.plan
         self._refined_step, _ = step_seconds(plan, seen)
-        if plan.wary_ops and self._training.optimizer.last_result.wary:
+        if plan.wary_ops and wary:
             self._refined_step = simulate(plan.wary_ops, plan.pools, seen).seconds
         before = self._predicted()
         if abs(self._refined_step - before) <= _WORTH_TELLING * before:
@@ -123,10 +136,11 @@ class Telling:
         )
 
     def _seen(self) -> HardwareSpec:
-        """The machine as the last step showed it."""
-        result, plan = self._training.optimizer.last_result, self._training.plan
-        ops = plan.wary_ops if result.wary else plan.ops
-        return refined(self._planner.hardware, ops, plan.pools, result.traces[-1])
+        """The machine as the last telling step showed it; as planned with where there was none."""
+        if self._telling_step is None:
+            return self._planner.hardware
+        ops, trace = self._telling_step
+        return refined(self._planner.hardware, ops, self._training.plan.pools, trace)
 
     def _predicted(self) -> float:
         """Seconds of a step by the plan, clipped or not as most of them were."""
@@ -157,7 +171,8 @@ class Telling:
         later = progress.seconds[1:] or progress.seconds or [0.0]
         losses = progress.losses or [math.nan]
         if len(later) >= _TELLING_STEPS and statistics.median(later) >= _TELLING_SECONDS:
-            note_rates(training.stores, self._planner.probed, self._seen())
+            if self._telling_step is not None:
+                note_rates(training.stores, self._planner.probed, self._seen())
             note_host_peak(training.stores, self._kind, training.plan.peaks.host, self._watch.peak)
         summary = RunSummary(
             progress.step,
