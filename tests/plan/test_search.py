@@ -71,7 +71,7 @@ def test_what_the_user_wants_kept_is_kept_even_where_recomputing_costs_nothing(w
     slow = dataclasses.replace(profiles.MACHINE, read_bytes_per_s=1e8, write_bytes_per_s=1e8)
     request = PlanRequest(weights="disk", states="disk", activations=wish)
     plan = make_plan(profiles.chain(8), slow, profiles.PLENTY, request)
-    assert sum(kept.everything or bool(kept.tape) for kept in plan.placement.acts) == 8
+    assert sum(kept.everything or bool(kept.tape) for kept in plan.placement.acts) >= 8
 
 
 def test_overlap_with_clipping_and_several_backward_calls_contradict_each_other() -> None:
