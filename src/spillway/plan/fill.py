@@ -239,11 +239,6 @@ class Filler:
             shallow = self.candidate(replace(lowest.placement, window=1, grad_slots=1))
             starts += [self.fill(shallow, order) for order in (_ORDERS if widely else _ORDERS[:1])]
         plain = list({start.placement: start for start in starts}.values())
-        is_wished = self._request.activations in ("keep", "tape")
-        held_up = (is_held_up_by_recomputing(self._model, start.placement, self._hardware) for start in plain)
-        if not is_wished and not any(held_up):
-            yield from plain  # what else is kept or moved makes nothing faster
-            return
         if "device" in space.kept_in:
             for level in keeps:
                 starts += [self._keep(start, "device", level) for start in plain]
@@ -252,7 +247,8 @@ class Filler:
                     starts.append(self.fill(first))
         starts = list({start.placement: start for start in starts}.values())
         yield from starts
-        if not keeps or not self._swap_tiers():
+        held_up = (is_held_up_by_recomputing(self._model, start.placement, self._hardware) for start in starts)
+        if not keeps or not self._swap_tiers() or not (self._request.activations == "tape" or any(held_up)):
             return
         starts.sort(key=lambda start: lower_bound(self._model, start.placement, self._hardware))
         for start in starts[:_SWAPPED_FROM]:
