@@ -19,7 +19,7 @@ from spillway.report.tables import RunSummary, print_plan, print_summary
 from spillway.spec.hardware import HardwareSpec
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
-from spillway.spec.plan import Op
+from spillway.spec.plan import Op, Pool
 from spillway.spec.sizes import format_seconds
 from spillway.spec.trace import Trace
 from spillway.training.progress import Progress
@@ -44,7 +44,7 @@ class Telling:
         self._planner = training.parts.planner
         self._kind = training.session.device.kind
         self._refined_step = 0.0  # seconds, with the rates of the first steps
-        self._telling_step: tuple[tuple[Op, ...], Trace] | None = None
+        self._telling_step: tuple[tuple[Op, ...], tuple[Pool, ...], Trace] | None = None
         peaks = training.plan.peaks
         # The plan's peak is a promise; this is what runs here take of it.
         self._expected_peaks = replace(peaks, host=max(peaks.host + host_extra(training.stores, self._kind), 0))
@@ -105,15 +105,15 @@ class Telling:
         )
 
     def look(self) -> None:
-        """A step has just ended, and nothing was done since. If it was one as the plan has it, keep what it showed of
-        the machine; the first of those predicts the steps anew."""
-        training, engine = self._training, self._training.session.engine
-        result, plan = training.optimizer.last_result, training.plan
+        """A step has just ended, and nothing was done since. If it was one as the plan for its batch has it, keep what
+        it showed of the machine; the first of those predicts the steps anew."""
+        engine, result = self._training.session.engine, self._training.optimizer.last_result
+        plan = engine.in_force.plan
         ops = plan.wary_ops if result.wary else plan.ops
         was_flushed = engine.step.late is None and any(op.late for op in ops)
-        if engine.in_force.plan is not plan or was_flushed or len(self._progress.seconds) < _LOOKED_AT:
+        if was_flushed or len(self._progress.seconds) < _LOOKED_AT:
             return
-        self._telling_step = ops, result.traces[-1]
+        self._telling_step = ops, plan.pools, result.traces[-1]
         if not self._refined_step:
             self._predict_anew(result.wary)
 
@@ -139,8 +139,7 @@ class Telling:
         """The machine as the last telling step showed it; as planned with where there was none."""
         if self._telling_step is None:
             return self._planner.hardware
-        ops, trace = self._telling_step
-        return refined(self._planner.hardware, ops, self._training.plan.pools, trace)
+        return refined(self._planner.hardware, *self._telling_step)
 
     def _predicted(self) -> float:
         """Seconds of a step by the plan, clipped or not as most of them were."""
@@ -156,7 +155,7 @@ class Telling:
     def write_trace(self) -> None:
         """trace.json: the last step beside the one that was predicted."""
         training = self._training
-        result, plan = training.optimizer.last_result, training.plan
+        result, plan = training.optimizer.last_result, training.session.engine.in_force.plan
         if result is None:
             return
         names = [unit.name for unit in training.session.units]
