@@ -2,8 +2,9 @@
 
     python benchmarks/prediction.py [--steps 6] [--directory DIR] [--json FILE] [--check]
 
-The demo's 128M-parameter Llama, trained through the command line in fresh processes on the CPU, each case twice: the
-second prediction knows how wrong the first one was. Where cgroup v1 can be written (as root) two cases throttle the
+The demo's 128M-parameter Llama, trained through the command line in fresh processes on the CPU, each case twice: what
+the first run showed of the machine is what the second one is planned with. Each run also predicts its step anew after
+two steps. Where cgroup v1 can be written (as root) two cases throttle the
 drive. Targets, for the first prediction: step time within 10 %, peak host memory within 5 %.
 """
 
@@ -61,8 +62,21 @@ class Result:
     predicted_peak: int
     measured_peak: int
     bottleneck: str
+    refined_s: float  # predicted after two steps
     again_predicted_s: float = 0.0  # by the next run, which knows of this one
     again_measured_s: float = 0.0
+    again_predicted_peak: int = 0
+    again_measured_peak: int = 0
+
+    @property
+    def refined_error(self) -> float:
+        """Of the prediction after two steps."""
+        return self.refined_s / self.measured_s - 1
+
+    @property
+    def again_peak_error(self) -> float:
+        """Of the second run's peak."""
+        return self.again_predicted_peak / self.again_measured_peak - 1 if self.again_measured_peak else 0.0
 
     @property
     def again_error(self) -> float:
@@ -86,7 +100,13 @@ def run_twice(case: Case, directory: Path, steps: int) -> Result | None:
         first, second = (run(case, directory, steps, cache) for _ in range(2))
     if first is None or second is None:
         return None
-    return replace(first, again_predicted_s=second.predicted_s, again_measured_s=second.measured_s)
+    return replace(
+        first,
+        again_predicted_s=second.predicted_s,
+        again_measured_s=second.measured_s,
+        again_predicted_peak=second.predicted_peak,
+        again_measured_peak=second.measured_peak,
+    )
 
 
 def run(case: Case, directory: Path, steps: int, cache: str) -> Result | None:
@@ -118,6 +138,7 @@ def run(case: Case, directory: Path, steps: int, cache: str) -> Result | None:
         summary["predicted_peaks"]["host"],
         summary["measured_peaks"]["host"],
         bottleneck,
+        summary["refined_step_s"],
     )
 
 
@@ -143,8 +164,9 @@ def main() -> int:
             )
             peaks = f"{format_size(found.predicted_peak)} predicted, {format_size(found.measured_peak)} measured"
             print(
-                f"{found.name:45} {found.bottleneck:8} step {seconds} ({found.step_error:+.0%}, the next time "
-                f"{found.again_error:+.0%}) · peak {peaks} ({found.peak_error:+.0%})",
+                f"{found.name:45} {found.bottleneck:8} step {seconds} ({found.step_error:+.0%}, after two steps "
+                f"{found.refined_error:+.0%}, the next time {found.again_error:+.0%}) · peak {peaks} "
+                f"({found.peak_error:+.0%}, the next time {found.again_peak_error:+.0%})",
                 flush=True,
             )
     if given.json:
