@@ -4,7 +4,7 @@
 
 The demo's 128M-parameter Llama, trained through the command line in fresh processes on the CPU, each case twice: what
 the first run showed of the machine is what the second one is planned with. Each run also predicts its step anew after
-two steps. Where cgroup v1 can be written (as root) two cases throttle the
+three steps. Where cgroup v1 can be written (as root) two cases throttle the
 drive. Targets, for the first prediction: step time within 10 %, peak host memory within 5 %.
 """
 
@@ -62,7 +62,7 @@ class Result:
     predicted_peak: int
     measured_peak: int
     bottleneck: str
-    refined_s: float  # predicted after two steps
+    refined_s: float  # predicted after three steps
     again_predicted_s: float = 0.0  # by the next run, which knows of this one
     again_measured_s: float = 0.0
     again_predicted_peak: int = 0
@@ -70,7 +70,7 @@ class Result:
 
     @property
     def refined_error(self) -> float:
-        """Of the prediction after two steps."""
+        """Of the prediction after three steps."""
         return self.refined_s / self.measured_s - 1
 
     @property
@@ -164,7 +164,7 @@ def main() -> int:
             )
             peaks = f"{format_size(found.predicted_peak)} predicted, {format_size(found.measured_peak)} measured"
             print(
-                f"{found.name:45} {found.bottleneck:8} step {seconds} ({found.step_error:+.0%}, after two steps "
+                f"{found.name:45} {found.bottleneck:8} step {seconds} ({found.step_error:+.0%}, after three steps "
                 f"{found.refined_error:+.0%}, the next time {found.again_error:+.0%}) · peak {peaks} "
                 f"({found.peak_error:+.0%}, the next time {found.again_peak_error:+.0%})",
                 flush=True,

@@ -27,8 +27,8 @@ from spillway.training.setup import Training
 
 # Steps, and seconds of each, from which on a run says something about predictions.
 _TELLING_STEPS, _TELLING_SECONDS = 3, 0.2
-# The first step of a start finds nothing due and everything cold.
-_LOOKED_AT = 2
+# The first step of a start finds nothing due and everything cold, the second writes where nothing was written before.
+_LOOKED_AT = 3
 # Rates and times that are off by less are not worth a line.
 _WORTH_TELLING = 0.15
 
