@@ -200,8 +200,8 @@ def plot(results: list[Result], file: Path) -> None:
             panel.bar_label(bars, fmt="%.0f", padding=2, fontsize=7)
             panel.margins(x=0.15)
             panel.tick_params(labelsize=7)
-            drive = f"{format_size(shown[0].throttle)}/s each way" if throttled_too and shown else "full speed"
-            panel.set_title(f"{rows} x {LENGTH} tokens, drive at {drive}", fontsize=9)
+            drive = f"{format_size(shown[0].throttle)}/s" if throttled_too and shown else "full speed"
+            panel.set_title(f"{rows} x {LENGTH} tokens, {drive}", fontsize=9)
             panel.set_xlabel("tokens/s", fontsize=8)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
