@@ -146,17 +146,19 @@ class _Search:
         bounds: dict[Placement, float] = {}
         floor = _CLOSE * least_computing(self._model, self._hardware)
         best: _Timed | None = None
+        tried: Placement | None = None
         for candidate in self._fillings():
             place = candidate.placement
             if place in found:
                 continue
             found[place], bounds[place] = candidate, self._bound(candidate)
             if bounds[place] <= floor and best is None:  # nothing that comes later can be told to be better
-                best = self._best_variant(best, candidate, bounds[place])
+                best, tried = self._best_variant(best, candidate, bounds[place]), place
                 if best.seconds <= floor:
                     return best
         for place in sorted(found, key=lambda place: (bounds[place], self._recomputed(found[place]))):
-            best = self._best_variant(best, found[place], bounds[place])
+            if place != tried:
+                best = self._best_variant(best, found[place], bounds[place])
         if best is None:
             raise AssertionError("nothing was left to choose from")
         may_climb = self._searches_freely and self._request.fixed is None
