@@ -211,11 +211,13 @@ class Homes:
 
     @property
     def bytes_beside_arena(self) -> int:
-        """Host memory of units that rest on the device where that is the CPU."""
-        resting = [(home.device_weight, home.device_grad, *(home.state or {}).values()) for home in self.units]
-        on_device = {id(part): part for home, parts in zip(self.units, resting, strict=True) for part in parts
-                     if part is not None and home.device_weight is not None and part.device.type == "cpu"}  # fmt: skip
-        return sum(part.numel() for part in on_device.values())
+        """Host memory of what rests on the device, where that is the CPU."""
+        found = 0
+        for home in self.units:
+            states = (home.state or {}).values() if home.where.states == "device" else ()
+            parts = (home.device_weight, home.device_grad, *states)
+            found += sum(part.numel() for part in parts if part is not None and part.device.type == "cpu")
+        return found
 
     def need_disk(self) -> StripedDisk:
         """The disk. Raises InvariantError where the plan has none."""
