@@ -8,18 +8,16 @@ another environment that has it (`--deepspeed`); both sides then use the same nu
 1.5 times DeepSpeed's parameters per second, 8-bit at least 2.5 times, exact at least 0.9 of the measured bandwidth.
 """
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import psutil
 import torch
+from ending import exit_code, parser_of, write_json
 
 from spillway.optim.update import Hyper, StateRange, split_master, update_range
 from spillway.spec.state import StateFormat
@@ -186,12 +184,10 @@ def measure(params: int, threads: int, rounds: int, deepspeed: str | None) -> tu
 
 def main() -> int:
     """Print and save; with --check, 1 where a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--params", default="64M")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--deepspeed", metavar="PYTHON")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     params = int(given.params.removesuffix("M")) << 20
     python = given.deepspeed or _own_deepspeed()
@@ -214,11 +210,8 @@ def main() -> int:
             print(f"  {name}: {ratio:.2f} (target {target})")
             if threads == cores and ratio < target:
                 missed.append(f"{name} is {ratio:.2f} with {threads} threads, {target} is the target")
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=2))
-    for line in missed:
-        print(f"missed: {line}")
-    return 1 if given.check and missed else 0
+    write_json(given.json, found)
+    return exit_code(given.check, missed)
 
 
 def _own_deepspeed() -> str | None:

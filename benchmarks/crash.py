@@ -6,12 +6,12 @@ Needs the tests' extra (`pip install .[test]`). A run passes when every training
 and the weights of the one that was not killed, bit for bit.
 """
 
-import argparse
-import json
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+from ending import exit_code, parser_of, write_json
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -53,21 +53,18 @@ def crash(place: str, kills: int, seed: int, directory: Path) -> Result:
 
 def main() -> int:
     """Print and save what was seen; with --check, 1 where a run ended differently."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
         results = [crash(place, given.kills // 2, given.seed, Path(directory)) for place in ("disk", "host")]
-    if given.json:
-        given.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
-    missed = [result for result in results if result.different]
-    for result in missed:
-        print(f"missed: {result.different} of {result.runs} runs with states on {result.place} ended differently")
-    return 1 if given.check and missed else 0
+    write_json(given.json, results)
+    missed = [
+        f"{r.different} of {r.runs} runs with states on {r.place} ended differently" for r in results if r.different
+    ]
+    return exit_code(given.check, missed)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ending import exit_code, parser_of, write_json
 
 from spillway.spec.sizes import format_size, parse_size
 
@@ -250,7 +251,7 @@ def machine(given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Run the parts, print and save what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--device-memory", default="24GB")
@@ -260,8 +261,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8.5, help="for each part")
     parser.add_argument("--deepspeed", default=sys.executable)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--json", type=Path, help="all parts in one file, too")
-    parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     missed, everything = [], {}
     for part in given.parts:
@@ -271,14 +270,11 @@ def main() -> int:
             results.append(run(case, max(left / (len(cases) - index) / _GIVEN_UP, 10.0), given))
             everything[part] = {"machine": machine(given), "results": [asdict(result) for result in results]}
             given.out.mkdir(parents=True, exist_ok=True)
-            (given.out / f"gpu-{part}.json").write_text(json.dumps(everything[part], indent=1))
+            write_json(given.out / f"gpu-{part}.json", everything[part])
         say(part, results)
         missed += misses(part, results)
-    if given.json:
-        given.json.write_text(json.dumps(everything, indent=1))
-    for miss in missed if given.check else ():
-        print(f"missed: {miss}")
-    return 1 if given.check and missed else 0
+    write_json(given.json, everything)
+    return exit_code(given.check, missed)
 
 
 if __name__ == "__main__":

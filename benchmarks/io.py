@@ -7,7 +7,6 @@ Prints bandwidth (GB/s) and CPU seconds per GB for reading, writing and a 50/50 
 at least 0.97 of fio's bandwidth in each. Needs `fio` (apt install fio).
 """
 
-import argparse
 import json
 import os
 import resource
@@ -18,10 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from ending import exit_code, parser_of, write_json
 
 from spillway.native import DiskEngine
 from spillway.spec.sizes import format_size, parse_size
@@ -147,14 +147,12 @@ def measure(directory: Path, size: int, block: int, depth: int, rounds: int) -> 
 
 def main() -> int:
     """Print and save; with --check, 1 where a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--size", type=parse_size, default=2 << 30)
     parser.add_argument("--block", type=parse_size, default=1 << 20)
     parser.add_argument("--depth", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     if shutil.which("fio") is None:
         print("fio is not installed: apt install fio", file=sys.stderr)
@@ -162,12 +160,9 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
         results = measure(Path(directory), given.size, given.block, given.depth, given.rounds)
-    if given.json:
-        given.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
-    missed = [result for result in results if result.ratio < TARGET]
-    for result in missed:
-        print(f"missed: {result.pattern} reaches {result.ratio:.3f} of fio, {TARGET} is the target")
-    return 1 if given.check and missed else 0
+    write_json(given.json, results)
+    missed = [f"{r.pattern} reaches {r.ratio:.3f} of fio, {TARGET} is the target" for r in results if r.ratio < TARGET]
+    return exit_code(given.check, missed)
 
 
 if __name__ == "__main__":

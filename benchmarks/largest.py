@@ -9,17 +9,16 @@ as few and as small buffers as a matrix of the model allows, and with recomputat
 the two budgets. The models' files are full of zeros that take no room; what a step moves and computes is the same.
 """
 
-import argparse
-import json
 import os
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from ending import exit_code, parser_of, write_json
 from memory import make_cgroup
 from peer_environment import interpreter
 from shapes import Shape, make
@@ -156,15 +155,13 @@ def misses(results: list[Largest]) -> list[str]:
 
 def main() -> int:
     """Find them all; with --check, 1 where a peer's is larger than ours."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--host", type=parse_size, default=parse_size("6GB"))
     parser.add_argument("--disk", type=parse_size, default=parse_size("60GB"))
     parser.add_argument("--peers", metavar="PYTHON", help="made by pip where it is not given")
     parser.add_argument("--only", default="", help="systems whose name holds this")
     parser.add_argument("--directory", type=Path)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     peers = given.peers or interpreter()
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
@@ -172,14 +169,11 @@ def main() -> int:
         results = [find(Path(directory), name, given.host, given.disk, peers) for name in systems]
     table = markdown(results)
     print(table)
-    if given.json:
-        given.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    write_json(given.json, results)
     if given.markdown:
         given.markdown.write_text(table)
     missed = misses(results)
-    for line in missed:
-        print(f"missed: {line}")
-    return 1 if given.check and missed else 0
+    return exit_code(given.check, missed)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,15 @@ where cgroups can be written (as root, v1). Prints the peak of every phase.
     python benchmarks/memory.py [--limit 4GiB] [--steps 3] [--directory DIR] [--json FILE] [--check]
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+from ending import exit_code, parser_of, write_json
 
 from spillway.spec.sizes import format_seconds, format_size, parse_size
 
@@ -78,12 +79,10 @@ def run(directory: Path, limit_bytes: int, steps: int) -> Result:
 
 def main() -> int:
     """Run, print, and with --check fail where a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--limit", type=parse_size, default=parse_size("4GiB"))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=None)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as temporary:
         directory = Path(temporary)
@@ -96,16 +95,13 @@ def main() -> int:
     print(f"model state     {format_size(result.state_bytes)}")
     print(f"step            {format_seconds(result.step_seconds)}")
     print(f"written         {format_size(result.written_bytes)}")
-    if options.json:
-        options.json.write_text(json.dumps(asdict(result), indent=2))
+    write_json(options.json, result)
     missed = []
     if result.exit_code != 0:
         missed.append(f"the run ended with exit code {result.exit_code}")
     elif result.peak_process_bytes > result.limit_bytes:
         missed.append(f"the process took {format_size(result.peak_process_bytes)}")
-    for target in missed:
-        print(f"MISSED: {target}")
-    return 1 if options.check and missed else 0
+    return exit_code(options.check, missed)
 
 
 if __name__ == "__main__":

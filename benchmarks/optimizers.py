@@ -7,16 +7,16 @@ Every run starts from the same weights; the seed orders the data. Target: the lo
 the last fifty steps and the seeds, is within exact AdamW's spread from seed to seed. Needs matplotlib.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
+from ending import exit_code, parser_of, write_json
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -100,13 +100,11 @@ def plot(curves: list[Curve], file: Path) -> None:
 
 def main() -> int:
     """Train, plot, print; with --check, 1 where a form leaves exact AdamW's spread."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     curves: list[Curve] = []
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
@@ -126,11 +124,8 @@ def main() -> int:
             missed.append(f"{form} is {off:+.4f} from exact AdamW, whose seeds differ by {spread:.4f}")
     if given.plot:
         plot(curves, given.plot)
-    if given.json:
-        given.json.write_text(json.dumps([asdict(curve) for curve in curves]))
-    for line in missed:
-        print(f"missed: {line}")
-    return 1 if given.check and missed else 0
+    write_json(given.json, curves)
+    return exit_code(given.check, missed)
 
 
 if __name__ == "__main__":

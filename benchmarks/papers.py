@@ -9,13 +9,13 @@ token, width and block: their 213 GB of the 13B model at 32 rows). Target: withi
 not.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+
+from ending import exit_code, parser_of, write_json
 
 from spillway.hardware.catalogue import build as build_machine
 from spillway.hardware.catalogue import find_machine
@@ -377,10 +377,8 @@ def table(rows: list[Row]) -> str:
 
 def main() -> int:
     """Print the table; with --check, 1 where a figure is off without a reason."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     rows: list[Row] = []
     for section in SECTIONS:
@@ -393,14 +391,12 @@ def main() -> int:
             )
     close = sum(row.is_close for row in rows)
     print(f"{close} of {len(rows)} within {TARGET:.0%} of the paper")
-    if given.json:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+    write_json(given.json, rows)
     if given.markdown:
         given.markdown.write_text(table(rows) + "\n")
-    missed = [row for row in rows if not row.is_close and not row.why]
-    for row in missed:
-        print(f"missed: {row.what}: {row.found:.3g} instead of {row.paper:g} {row.unit}")
-    return 1 if given.check and missed else 0
+    unexplained = [row for row in rows if not row.is_close and not row.why]
+    missed = [f"{row.what}: {row.found:.3g} instead of {row.paper:g} {row.unit}" for row in unexplained]
+    return exit_code(given.check, missed)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from ending import exit_code, parser_of, write_json
 from matplotlib import pyplot
 from peer_environment import interpreter
 from throttle import throttled
@@ -101,18 +102,16 @@ def uses_disk(system: str) -> bool:
 
 def main() -> int:
     """Run everything, print and save the table; with --check, 1 where a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--peers", metavar="PYTHON")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--throttle", type=parse_size, default=500_000_000)
     parser.add_argument("--directory", type=Path)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--add", action="store_true")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     given.peers = given.peers or interpreter()
     results = measured_before(given.json, given.rows) if given.add else []
@@ -122,8 +121,7 @@ def main() -> int:
         for rows in given.rows:
             for throttle in (0, given.throttle):
                 results += case(Path(directory), model, rows, throttle, given)
-                if given.json:
-                    given.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+                write_json(given.json, results)
     results.sort(key=lambda result: (result.rows, result.throttle))
     table = markdown(results)
     print(table)
@@ -132,9 +130,7 @@ def main() -> int:
     if given.markdown:
         given.markdown.write_text(table)
     missed = list(misses(results))
-    for line in missed:
-        print(f"missed: {line}")
-    return 1 if given.check and missed else 0
+    return exit_code(given.check, missed)
 
 
 def case(directory: Path, model: Path, rows: int, throttle: int, given: argparse.Namespace) -> list[Result]:

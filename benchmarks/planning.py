@@ -7,13 +7,12 @@ drives, the GPU, the optimizer or nothing but memory are the bound. The model is
 Target: 0.1 s.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+
+from ending import exit_code, parser_of, write_json
 
 from spillway.planning import Question, ask
 from spillway.report.progress import Reporter
@@ -82,10 +81,8 @@ def measure(case: Case, repeats: int) -> Result:
 
 def main() -> int:
     """Print the table; with --check, 1 where a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     results = []
     for case in CASES:
@@ -96,12 +93,9 @@ def main() -> int:
             f"{result.bottleneck}: {1e3 * result.fastest:.0f} ms (median {1e3 * result.median:.0f})",
             flush=True,
         )
-    if given.json:
-        given.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    write_json(given.json, results)
     missed = [f"{r.name}: {1e3 * r.fastest:.0f} ms" for r in results if r.fastest > TARGET]
-    for line in missed:
-        print(f"missed: {line}")
-    return 1 if given.check and missed else 0
+    return exit_code(given.check, missed)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,16 @@ three steps. Where cgroup v1 can be written (as root) two cases throttle the
 drive. Targets, for the first prediction: step time within 10 %, peak host memory within 5 %.
 """
 
-import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ending import exit_code, parser_of, write_json
 from throttle import throttled
 
 from spillway.spec.sizes import format_seconds, format_size
@@ -144,11 +144,9 @@ def run(case: Case, directory: Path, steps: int, cache: str) -> Result | None:
 
 def main() -> int:
     """Print the table; with --check, 1 where a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--directory", type=Path)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
@@ -169,13 +167,10 @@ def main() -> int:
                 f"({found.peak_error:+.0%}, the next time {found.again_peak_error:+.0%})",
                 flush=True,
             )
-    if given.json:
-        given.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    write_json(given.json, results)
     missed = [f"{r.name}: step time {r.step_error:+.0%}" for r in results if abs(r.step_error) > STEP_TARGET]
     missed += [f"{r.name}: peak {r.peak_error:+.0%}" for r in results if abs(r.peak_error) > PEAK_TARGET]
-    for line in missed:
-        print(f"missed: {line}")
-    return 1 if given.check and missed else 0
+    return exit_code(given.check, missed)
 
 
 if __name__ == "__main__":

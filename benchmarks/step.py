@@ -21,6 +21,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ending import exit_code, parser_of, write_json
 from throttle import throttled
 
 from spillway.spec.sizes import parse_size
@@ -138,12 +139,10 @@ def main() -> int:
         known = json.loads(case)
         work(model, store, Case(**{**known, "lanes": tuple(known["lanes"])}), mode, int(steps))
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--throttle", type=parse_size, default=500_000_000)
     parser.add_argument("--directory", type=Path)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     results: list[Result] = []
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
@@ -163,12 +162,9 @@ def main() -> int:
                     f"({serial / found.step_seconds:.2f}x serial), busy: {busy}",
                     flush=True,
                 )
-    if given.json:
-        given.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+    write_json(given.json, results)
     missed = misses(results)
-    for line in missed:
-        print(f"missed: {line}")
-    return 1 if given.check and missed else 0
+    return exit_code(given.check, missed)
 
 
 if __name__ == "__main__":
