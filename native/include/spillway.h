@@ -14,7 +14,8 @@
 /* Changes whenever a struct or a signature below does; the Python side refuses another number. */
 SPILLWAY_API int32_t spillway_abi_version();
 
-/* "avx512", "avx2" or "portable": the kernel picked for this processor. */
+/* "avx512", "avx2" or "portable": the best kernel for this processor, or the lesser one that the environment variable
+ * SPILLWAY_KERNEL names. All give the same bits. */
 SPILLWAY_API const char* spillway_kernel_name();
 
 /* ---- Disk ---- */
@@ -62,8 +63,9 @@ enum { SPILLWAY_ADAMW = 0, SPILLWAY_LION = 1, SPILLWAY_SGD = 2 };
 
 /* One optimizer step over n elements, in place; the scalars are those of the torch.optim classes, already in the
  * precision in which they apply them. Weights are float32; or bfloat16 with `low` holding what the fp32 master has below
- * them: its lower 16 bits, or 8 of them; or float16 with `low` the fp32 master itself. Moments are float32, bfloat16, or 8 bits in blocks of 64 elements; narrow ones
- * are rounded stochastically by a hash of the element's number and the seed, so the same call gives the same bits. */
+ * them: its lower 16 bits, or 8 of them; or float16 with `low` the fp32 master itself. Moments are float32, bfloat16, or 8 bits in blocks of 64 elements
+ * (update_blocks.inc has their form); narrow ones are rounded stochastically by a hash of the element's or the block's
+ * number and the seed, so the same call gives the same bits. */
 typedef struct {
   void* weight;
   void* low; /* NULL for float32 weights */

@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
+#include <cstring>
 #include <vector>
 
 #include "kernels.h"
@@ -10,20 +12,24 @@ namespace {
 // Fits the caches of a core together with both moments; a fixed size keeps sums independent of the number of threads.
 constexpr uint64_t kChunk = 1 << 16;
 
-const Kernels& kernels() {
+// The best that the processor has, or the one that SPILLWAY_KERNEL names where it has it.
+const Kernels& chosen() {
+  const char* name = std::getenv("SPILLWAY_KERNEL");
+  const auto is_wanted = [&](const Kernels& kernels) { return name == nullptr || std::strcmp(name, kernels.name) == 0; };
 #if defined(__x86_64__)
-  static const Kernels& best = [&]() -> const Kernels& {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-      return kAvx512Kernels;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2Kernels;
-    return kPortableKernels;
-  }();
-  return best;
-#else
-  return kPortableKernels;
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && is_wanted(kAvx512Kernels)) return kAvx512Kernels;
+  if (avx2 && is_wanted(kAvx2Kernels)) return kAvx2Kernels;
 #endif
+  return kPortableKernels;
+}
+
+const Kernels& kernels() {
+  static const Kernels& found = chosen();
+  return found;
 }
 
 }  // namespace

@@ -178,20 +178,20 @@ def _update_plain(arrays: StateRange, hyper: Hyper, grad_scale: float) -> None:
 
 
 def _update_block(part: StateRange, hyper: Hyper, grad_scale: float) -> None:
-    exact = part.form.moments == "float32" and part.form.low_bits == 16
-    random = None if exact else narrow.hash_bits(part.first, part.weight.numel(), hyper.seed, part.weight.device)
+    random = None if _is_exact(part.form) else _random_bits(part, hyper.seed)
     master = part.weight if part.low is None else join_master(part.weight, part.low)
     grad = part.grad.float().mul(ctypes.c_float(grad_scale).value)
-    m = _load(part, part.m, 0, narrow.M_EXPONENTS)
+    m = _load(part, part.m, 0, narrow.M)
     if part.form.rule == "adamw":
-        v = _load(part, part.v, 1, narrow.V_EXPONENTS)
+        v = _load(part, part.v, 1, narrow.V)
         master.mul_(1 - hyper.lr * hyper.weight_decay)
         m.lerp_(grad, 1 - hyper.beta1)
         v.mul_(hyper.beta2).addcmul_(grad, grad, value=1 - hyper.beta2)
         correction = math.sqrt(1 - hyper.beta2**hyper.step)
         denominator = v.sqrt().div_(correction).add_(hyper.eps)
         master.addcdiv_(m, denominator, value=-hyper.lr / (1 - hyper.beta1**hyper.step))
-        _store(part, part.v, v, 1, narrow.V_EXPONENTS, random)
+        if random is not None:
+            _store(part, part.v, v, 1, narrow.V, random.v)
     elif part.form.rule == "lion":
         direction = (m * hyper.beta1).add_(grad * (1 - hyper.beta1)).sign_()
         m.mul_(hyper.beta2).add_(grad * (1 - hyper.beta2))
@@ -199,26 +199,36 @@ def _update_block(part: StateRange, hyper: Hyper, grad_scale: float) -> None:
     else:
         m.mul_(hyper.beta1).add_(grad.add_(master, alpha=hyper.weight_decay))
         master.add_(m, alpha=-hyper.lr)
-    _store(part, part.m, m, 0, narrow.M_EXPONENTS, random)
+    if random is not None:
+        _store(part, part.m, m, 0, narrow.M, random.m)
     if part.low is None:
         return
     if part.low.dtype is torch.float32:
         part.weight.copy_(master)
         return
     if part.low.dtype is torch.uint8 and random is not None:
-        weight, low = narrow.round_master_to_24(master, narrow.again(random))
+        weight, low = narrow.round_master_to_24(master, random.master)
     else:
         weight, low = split_master(master)
     part.weight.copy_(weight)
     part.low.copy_(low)
 
 
-def _load(part: StateRange, array: torch.Tensor | None, index: int, exponents: int) -> torch.Tensor:
+def _is_exact(form: StateFormat) -> bool:
+    return form.moments == "float32" and form.low_bits == 16
+
+
+def _random_bits(part: StateRange, seed: int) -> narrow.RandomBits:
+    make = narrow.random_of_blocks if part.form.moments == "8bit" else narrow.random_of_elements
+    return make(part.first, part.weight.numel(), seed, part.weight.device)
+
+
+def _load(part: StateRange, array: torch.Tensor | None, index: int, code: narrow.Code) -> torch.Tensor:
     """A moment as float32; in place where it is."""
     if array is None:
         raise AssertionError(f"{part.form.rule} has no such moment")
     if array.dtype is torch.uint8 and part.scales is not None:
-        return narrow.decode(array, part.scales[index::2], exponents)
+        return narrow.decode(array, part.scales[index::2], code)
     return array if array.dtype is torch.float32 else array.float()
 
 
@@ -227,14 +237,15 @@ def _store(
     array: torch.Tensor | None,
     value: torch.Tensor,
     index: int,
-    exponents: int,
-    random: torch.Tensor | None,
+    code: narrow.Code,
+    random: torch.Tensor,
 ) -> None:
-    if array is None or array.dtype is torch.float32 or random is None:
+    """A moment that is not kept as float32."""
+    if array is None or array.dtype is torch.float32:
         return
     if array.dtype is torch.uint8 and part.scales is not None:
-        codes, scales = narrow.encode(value, random if index == 0 else random >> 12, exponents)
+        codes, scales = narrow.encode(value, random, code)
         array.copy_(codes)
         part.scales[index::2] = scales
     else:
-        array.copy_(narrow.round_to_16(value, random if index == 0 else random >> 16))
+        array.copy_(narrow.round_to_16(value, random))

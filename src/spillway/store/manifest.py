@@ -16,7 +16,7 @@ from spillway.spec.errors import DiskError
 from spillway.spec.jsonable import from_json, to_json
 from spillway.store.disk import Geometry
 
-VERSION = 2
+VERSION = 3
 _NAME = re.compile(r"step-(\d{8,})\.json")
 
 
