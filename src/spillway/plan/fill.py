@@ -19,8 +19,10 @@ from spillway.spec.plan import Kept, Placement, Pool, TierPeaks, UnitPlacement
 from spillway.spec.sizes import format_size, format_size_up
 
 # Elements per subgroup and how many are under way: large enough for the drive, small enough that slabs stay cheap. The
-# first ones are for budgets of which they are a small share.
-_LARGE_SUBGROUPS = ((1 << 28, 4), (1 << 27, 4), (1 << 26, 4), (1 << 25, 4))
+# first ones are for budgets of which they are a small share. They are no powers of two: arrays that lie so far apart
+# take each other's place in the processor's first cache, and the update becomes a third slower.
+_ODD = 3 << 14
+_LARGE_SUBGROUPS = tuple((size + _ODD, 4) for size in (1 << 28, 1 << 27, 1 << 26, 1 << 25))
 _LARGE_SHARE = 1 / 32
 _SUBGROUPS = ((1 << 24, 4), (1 << 23, 4), (1 << 22, 4), (1 << 22, 2), (1 << 20, 2), (1 << 18, 1))
 # Of the optimizer states: fewer than that in host memory are not worth losing a saved point at every step.
