@@ -13,6 +13,8 @@ import transformers
 from torch import nn
 
 from spillway.integrations.loss import install_loss
+from spillway.integrations.masks import masks_told, read_masks
+from spillway.runtime.schedules import Look
 from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
 
@@ -216,6 +218,7 @@ def adapt(model: nn.Module, session: Session, label_smoothing: float) -> None:
     if not isinstance(model, transformers.PreTrainedModel):
         return
     session.batch_hooks.append(lambda args, kwargs: _without_cache(model, kwargs))
+    session.schedules.looks.append(Look(read_masks, masks_told))
     _tell_device(model, session)
     install_loss(model, session, label_smoothing)
 

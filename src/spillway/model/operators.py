@@ -16,6 +16,7 @@ from spillway.spec.sizes import align
 # Place of the left factor among the arguments; its last dimension is summed over.
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_grouped_mm": 0}
 _ATTENTION = "_scaled_dot_product_"
+_ATTENTION_KINDS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 OTHER = "other"
 
 
@@ -47,9 +48,10 @@ def _place_of_dropout(func: Any) -> int | None:
 
 
 def flop_counter() -> FlopCounterMode:
-    """PyTorch's, which leaves out attention on the CPU."""
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
+    """PyTorch's, which leaves out attention on the CPU, and before 2.12 refuses one with fewer heads of keys and values
+    than of queries."""
+    kernels = [getattr(torch.ops.aten, _ATTENTION + kind) for kind in _ATTENTION_KINDS]
+    return FlopCounterMode(display=False, custom_mapping=dict.fromkeys(kernels, _attention_flops))
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

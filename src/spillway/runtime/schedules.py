@@ -1,6 +1,6 @@
 """A plan for every shape of batch: what a forward on it would call, learnt without computing it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,16 @@ class Schedule:
 
 # Makes the plan for a profile; the second argument tells whether units already rest where an earlier plan put them.
 Planner = Callable[[ModelProfile, bool], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a forward learns from the values of its batch, for it cannot look at fake tensors."""
+
+    read: Callable[[tuple[Any, ...], dict[str, Any]], Hashable]  # from a real batch; its schedules are known by it
+    told: Callable[[Any], AbstractContextManager[None]]  # a forward on fake tensors within acts on what was read
+
+
 # Gets the function that profiles one forward and returns what it gave, trying what it may.
 Trial = Callable[[Callable[[], list[CallRecord]]], list[CallRecord]]
 
@@ -65,6 +75,7 @@ class Schedules:
         """`is_open`: whether weights are at rest. `open_empty`: brings them there before any batch is known.
         `on_demand`: a unit by itself."""
         self.trials: list[Trial] = []
+        self.looks: list[Look] = []
         self._model = model
         self._units = units
         self._device = device
@@ -81,12 +92,13 @@ class Schedules:
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
         """The schedule for batches like this one. Raises UsageError and PlanInfeasible."""
-        signature = _signature((args, kwargs))
+        seen = tuple(look.read(args, kwargs) for look in self.looks)
+        signature = (_signature((args, kwargs)), seen)
         known = self._known.get(signature)
         if known is None:
             self._calls_beside = False
             tensors = _tensors((args, kwargs))
-            calls, shapes = self._profile(args, kwargs) if tensors else ([], ())
+            calls, shapes = self._profile(args, kwargs, seen) if tensors else ([], ())
             works = self._works(calls, shapes)
             tokens = max((leaf.numel() for leaf in tensors if not leaf.is_floating_point()), default=0)
             profile = model_profile(self._units, calls, shapes, works, tokens)
@@ -112,13 +124,16 @@ class Schedules:
             self._calls_beside = True
             return call.run()
 
-    def _profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[CallRecord], tuple[CallShape, ...]]:
+    def _profile(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Hashable, ...]
+    ) -> tuple[list[CallRecord], tuple[CallShape, ...]]:
         rows = batch_rows((args, kwargs))
         try:
-            calls = self._try(lambda: self._profile_fake(args, kwargs))
+            calls = self._try(lambda: self._profile_fake(args, kwargs, seen))
             grown = None
             if self._micro_batch is not None and self._micro_batch < rows:
-                grown = self._profile_fake(*grow_batch((args, kwargs)))
+                more_args, more_kwargs = grow_batch((args, kwargs))
+                grown = self._profile_fake(more_args, more_kwargs, seen)
         except UsageError:
             raise
         except Exception as error:
@@ -135,7 +150,9 @@ class Schedules:
             return attempt(profile)
         return profile()
 
-    def _profile_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
+    def _profile_fake(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Hashable, ...]
+    ) -> list[CallRecord]:
         with (
             rng_kept(self._device),
             all_buffers_kept(self._model),
@@ -144,6 +161,8 @@ class Schedules:
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
         ):
+            for look, value in zip(self.looks, seen, strict=True):
+                stack.enter_context(look.told(value))
             weights: set[int] = set()
             for unit in self._units:
                 fakes = self._fakes(unit)
