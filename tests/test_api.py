@@ -313,7 +313,7 @@ def test_a_resume_from_nowhere_or_into_another_run_is_refused(tmp_path: Path) ->
     with pytest.raises(UsageError, match="holds another run than"):
         trained(tmp_path, resume=tmp_path / "typo")
     with pytest.raises(UsageError, match="needs store="):
-        spillway.prepare(models.llama(), SETTINGS, resume=True)
+        spillway.prepare(models.llama(), SETTINGS, resume=True, device="cpu")
     model, optimizer = trained(tmp_path, resume=True)
     model(**models.batch("llama", 0))
     assert optimizer.num_steps == 1
@@ -447,11 +447,11 @@ def test_a_step_goes_on_after_one_whose_gradient_was_not_finite(tmp_path: Path) 
 def test_wrong_optimizers_and_counts_are_refused() -> None:
     plain = models.two_lists()
     with pytest.raises(UsageError, match="give spillway.AdamW"):
-        spillway.prepare(plain, torch.optim.AdamW(plain.parameters()))  # type: ignore[arg-type]
+        spillway.prepare(plain, torch.optim.AdamW(plain.parameters()), device="cpu")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="micro_batch must be at least 1"):
-        spillway.prepare(plain, SETTINGS, micro_batch=0)
+        spillway.prepare(plain, SETTINGS, micro_batch=0, device="cpu")
     with pytest.raises(UsageError, match="must not be negative"):
-        spillway.prepare(plain, spillway.AdamW(lr=-1.0))
+        spillway.prepare(plain, spillway.AdamW(lr=-1.0), device="cpu")
 
 
 class Mixing(nn.Module):

@@ -51,6 +51,11 @@ def flops_per_token(shape: str) -> float:
     return 6.0 * matrices + 6.0 * depth * hidden * LENGTH
 
 
+def make_batch(rows: int, shape: str, device: str, source: torch.Generator) -> torch.Tensor:
+    """Random tokens, [rows, LENGTH]."""
+    return torch.randint(0, WIDTHS[shape][-1], (rows, LENGTH), generator=source).to(device)
+
+
 def run(step: Callable[[torch.Tensor], torch.Tensor], rows: int, shape: str, device: str, seconds: float) -> None:
     """Call `step` (which returns the loss) with fresh batches for so long, and print what each took. The device's peak
     is that of the steps, not of making the model."""
@@ -59,7 +64,7 @@ def run(step: Callable[[torch.Tensor], torch.Tensor], rows: int, shape: str, dev
         torch.cuda.reset_peak_memory_stats()
     number, last = 0, 0.0
     while number < 3 or (number < 12 and time.perf_counter() - began + last < seconds):
-        ids = torch.randint(0, WIDTHS[shape][-1], (rows, LENGTH), generator=source).to(device)
+        ids = make_batch(rows, shape, device, source)
         start = time.perf_counter()
         loss = float(step(ids).detach())  # waits for the device
         if device == "cuda":

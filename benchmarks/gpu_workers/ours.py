@@ -3,7 +3,8 @@
 import json
 import sys
 
-from common import make_model, run
+import torch
+from common import make_batch, make_model, run
 
 import spillway
 from spillway.assembly import prepared
@@ -13,9 +14,11 @@ model = make_model(given["shape"], given["device"])
 settings = spillway.AdamW(
     lr=1e-5, max_grad_norm=given["clip"], moments=given["moments"], master_bits=given["master_bits"]
 )
+longest = make_batch(given["rows"], given["shape"], given["device"], torch.Generator().manual_seed(0))
 model, optimizer = spillway.prepare(
     model,
     settings,
+    example={"input_ids": longest, "labels": longest},
     store=given["store"],
     device=given["device"],
     micro_batch=given["micro"],
@@ -23,6 +26,8 @@ model, optimizer = spillway.prepare(
     **given["options"],
 )
 model.train()
+if given["device"] == "cuda":  # the weights were made there; from now on they rest where the plan has them
+    torch.cuda.empty_cache()
 
 
 def step(ids):

@@ -86,7 +86,13 @@ def test_an_evaluation_sees_the_step_before_it(place: str, tmp_path: Path) -> No
     losses = []
     for update in ("serial", "deferred"):
         model, optimizer = spillway.prepare(
-            models.llama(), spillway.AdamW(lr=1e-2), store=tmp_path / update, update=update, weights=place, states=place
+            models.llama(),
+            spillway.AdamW(lr=1e-2),
+            store=tmp_path / update,
+            update=update,
+            weights=place,
+            states=place,
+            device="cpu",
         )
         batch = models.batch("llama", 0)
         model(**batch).loss.backward()
@@ -101,13 +107,21 @@ def test_an_evaluation_sees_the_step_before_it(place: str, tmp_path: Path) -> No
 def test_a_saved_point_right_after_a_step_is_of_that_step(place: str, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", place, "deferred", steps=1)
     model, optimizer = spillway.prepare(
-        models.llama(), spillway.AdamW(lr=1e-3), store=tmp_path / "s", update="deferred", weights=place, states=place
+        models.llama(),
+        spillway.AdamW(lr=1e-3),
+        store=tmp_path / "s",
+        update="deferred",
+        weights=place,
+        states=place,
+        device="cpu",
     )
     model(**models.batch("llama", 0)).loss.backward()
     optimizer.step()
     assert save_point(model) == 1
     close(model)
-    model, optimizer = spillway.prepare(models.llama(), spillway.AdamW(lr=1e-3), store=tmp_path / "s", resume=True)
+    model, optimizer = spillway.prepare(
+        models.llama(), spillway.AdamW(lr=1e-3), store=tmp_path / "s", resume=True, device="cpu"
+    )
     assert optimizer.num_steps == 1
     assert equal(read_parameters(model), whole)
     close(model)
@@ -136,6 +150,7 @@ def run_clipped(store: Path, weights: str, update: str, limit: float) -> tuple[d
         update=update,
         weights=weights,
         states="disk",
+        device="cpu",
     )
     norms = []
     for number in range(12):
@@ -149,7 +164,13 @@ def run_clipped(store: Path, weights: str, update: str, limit: float) -> tuple[d
 
 def test_on_disk_every_deferred_step_is_saved_with_the_next_one(tmp_path: Path) -> None:
     model, optimizer = spillway.prepare(
-        models.llama(), spillway.AdamW(lr=1e-3), store=tmp_path / "s", update="deferred", weights="disk", states="disk"
+        models.llama(),
+        spillway.AdamW(lr=1e-3),
+        store=tmp_path / "s",
+        update="deferred",
+        weights="disk",
+        states="disk",
+        device="cpu",
     )
     for number in range(2):
         model(**models.batch("llama", number)).loss.backward()
@@ -182,7 +203,13 @@ def test_what_is_used_outside_the_list_of_operations_is_up_to_date_too(place: st
     for update in ("serial", "deferred"):
         torch.manual_seed(0)
         model, optimizer = spillway.prepare(
-            Peeks(), spillway.AdamW(lr=1e-2), store=tmp_path / update, update=update, weights=place, states=place
+            Peeks(),
+            spillway.AdamW(lr=1e-2),
+            store=tmp_path / update,
+            update=update,
+            weights=place,
+            states=place,
+            device="cpu",
         )
         losses = []
         for number in range(4):
@@ -198,7 +225,13 @@ def test_what_is_used_outside_the_list_of_operations_is_up_to_date_too(place: st
 
 def test_a_gradient_that_is_not_finite_leaves_the_step_before_it_intact(tmp_path: Path) -> None:
     model, optimizer = spillway.prepare(
-        models.llama(), spillway.AdamW(lr=1e-3), store=tmp_path / "s", update="deferred", weights="host", states="host"
+        models.llama(),
+        spillway.AdamW(lr=1e-3),
+        store=tmp_path / "s",
+        update="deferred",
+        weights="host",
+        states="host",
+        device="cpu",
     )
     model(**models.batch("llama", 0)).loss.backward()
     optimizer.step()
@@ -241,7 +274,13 @@ def test_frozen_parts_of_a_unit_are_fetched_with_a_deferred_update(tmp_path: Pat
     for update in ("serial", "deferred"):
         torch.manual_seed(0)
         model, optimizer = spillway.prepare(
-            Stack(), spillway.AdamW(lr=1e-2), store=tmp_path / update, update=update, weights="disk", states="disk"
+            Stack(),
+            spillway.AdamW(lr=1e-2),
+            store=tmp_path / update,
+            update=update,
+            weights="disk",
+            states="disk",
+            device="cpu",
         )
         for number in range(4):
             loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number)))
@@ -351,7 +390,7 @@ def test_a_step_for_which_there_is_no_room_leaves_weights_in_memory_alone(
 ) -> None:
     model, optimizer = spillway.prepare(
         models.llama(), spillway.AdamW(lr=1e-2, max_grad_norm=1e9), store=tmp_path, update="overlap", weights="host",
-        states="disk",
+        states="disk", device="cpu",
     )  # fmt: skip
     for number in range(5):
         step(model, optimizer, number)

@@ -1,14 +1,16 @@
 """Everything that differs between a GPU and the CPU as the device, behind one interface."""
 
 import ctypes
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from spillway.spec.errors import UsageError
+from spillway.spec.sizes import format_size
 from spillway.store.layout import PAGE
 
 
@@ -127,15 +129,20 @@ class CudaDevice:
             return lambda: None
         if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) != 0:
             _forget_last_error()
+            warnings.warn(
+                f"the driver would not pin {format_size(size)} of host memory, so copies to and from the GPU take a "
+                "detour and more time than planned: raise the limit of locked memory (ulimit -l)",
+                stacklevel=2,
+            )
             return lambda: None
         self._pinned[address] = size
 
         def unpin() -> None:
             if self._pinned.pop(address, None) is not None:
-                try:
+                # An error of the device was raised where it struck; files and locks have still to be given back.
+                with suppress(RuntimeError):
                     torch.cuda.synchronize(self.torch_device)
-                finally:  # after an error of the device, too: files and locks have still to be given back
-                    torch.cuda.cudart().cudaHostUnregister(address)
+                torch.cuda.cudart().cudaHostUnregister(address)
 
         return unpin
 
