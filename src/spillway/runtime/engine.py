@@ -12,7 +12,7 @@ from spillway.runtime.device import Device
 from spillway.runtime.executor import Executor
 from spillway.runtime.lanes import HOME, LaneWorker, StepState
 from spillway.runtime.schedules import Schedule
-from spillway.runtime.window import leaves
+from spillway.runtime.window import Gradients, leaves
 from spillway.spec.errors import UsageError, invariant
 from spillway.spec.plan import Op
 from spillway.store.arena import SlabPools
@@ -139,34 +139,38 @@ class Engine:
             self.executor.skip_compute(op)
 
     @contextmanager
-    def computing(self, op: Op) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """One compute operation: its unit is in its slot and bound (both are given), in backward with views for its
-        gradients; afterwards the slot is free for the next."""
+    def computing(self, op: Op) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor], Gradients | None]]:
+        """One compute operation: its unit is in its slot and bound (both are given), in backward with where its
+        gradients go; afterwards the slot is free for the next."""
         begun = self.executor.begin_compute(op)
-        grads = self._open_gradient(op) if op.kind == "BACKWARD" and op.target else None
+        gradients = self._open_gradients(op) if op.kind == "BACKWARD" and op.target else None
         unit, home = self.units[op.unit], self.store.homes.units[op.unit].device_weight
         slot = home if op.source == HOME else self.pools.buffer(op.source)
         if slot is None:
             raise AssertionError(f"{unit.name} is not on the device")
-        views = leaves(unit, slot, grads)
+        views = leaves(unit, slot)
+        if gradients is not None:
+            for name, leaf in views.items():
+                gradients.collect(name, leaf)
         with bound(unit, views, self._placeholders):
-            yield slot, views
+            yield slot, views, gradients
+        if gradients is not None:
+            gradients.finish()
         self.executor.end_compute(op, begun)
 
-    def _open_gradient(self, op: Op) -> torch.Tensor:
-        """Where the unit's gradients are summed: zero before the first call of this backward, or, where they stay on
-        the device, of this optimizer step."""
+    def _open_gradients(self, op: Op) -> Gradients:
+        """Where the unit's gradients are summed: fresh at the first call of this backward, or, where they stay on the
+        device, of this optimizer step."""
         home = self.store.homes.units[op.unit]
         stays = op.target == HOME
         grads = home.device_grad if stays else self.pools.buffer(op.target)
         if grads is None:
             raise AssertionError(f"{self.units[op.unit].name} has no gradient buffer on the device")
-        if not (home.has_grad if stays else op.unit in self.step.fresh):
-            grads[: self.units[op.unit].layout.grad_bytes].zero_()
+        is_fresh = not (home.has_grad if stays else op.unit in self.step.fresh)
         if stays:
             home.has_grad = True
         self.step.fresh.add(op.unit)
-        return grads
+        return Gradients(self.units[op.unit], grads, is_fresh)
 
     def forget_gradients(self) -> None:
         """The optimizer step they belong to is over, or was given up."""

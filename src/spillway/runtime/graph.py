@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from spillway.runtime.window import Gradients
 from spillway.spec.sizes import align
 from spillway.store.arena import PAGE
 
@@ -107,11 +108,12 @@ class Graph:
 
     # Backward #
 
-    def bring_back(self, slot: torch.Tensor, leaves: dict[str, torch.Tensor], slab: torch.Tensor | None) -> None:
-        """The unit is in a slot again, what was moved in a slab; gradients are summed where those of `leaves` point."""
+    def bring_back(self, slot: torch.Tensor, gradients: Gradients | None, slab: torch.Tensor | None) -> None:
+        """The unit is in a slot again, what was moved in a slab."""
         self._slot, self._slab = slot, slab
-        for name, leaf in self._leaves.items():
-            leaf.grad = leaves[name].grad
+        if gradients is not None:
+            for name, leaf in self._leaves.items():
+                gradients.collect(name, leaf)
 
     def unpack(self, kept: "torch.Tensor | _Place") -> torch.Tensor:
         """The tensor again."""

@@ -26,7 +26,7 @@ from spillway.runtime.rest import Rest
 from spillway.runtime.rounds import Rounds
 from spillway.runtime.schedules import Planner, Schedule, Schedules
 from spillway.runtime.unit import run_in_step, stand_down, stand_in
-from spillway.runtime.window import bind_residents, unbind_residents, weight_views
+from spillway.runtime.window import Gradients, bind_residents, unbind_residents, weight_views
 from spillway.spec.errors import UsageError
 from spillway.spec.model import ModelProfile
 from spillway.spec.trace import Trace
@@ -241,7 +241,8 @@ class Session:
         if not torch.is_grad_enabled():
             alone = self._in_step or self._experts.are_picked
             op = None if alone else self.forward_only.next_op(call.unit)
-            with self._on_demand(call.unit) if op is None else self.engine.computing(op) as (slot, _):
+            with self._on_demand(call.unit) if op is None else self.engine.computing(op) as opened:
+                slot = opened[0]
                 result = run_in_pieces(call) if call.kind == "LOSS" else call.run()
                 return tree_map_only(torch.Tensor, lambda output: own_copy(output, slot), result)
         if not self._in_step:
@@ -304,18 +305,18 @@ class Session:
     def forward_of(self, index: int) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """The unit of a call is in its slot and bound (both are given); afterwards the slot is free for the next."""
         op = self.engine.upcoming_call(index, backward=False)
-        with self.engine.computing(op) as (slot, views), self._buffers.first_time(self.units[op.unit]):
+        with self.engine.computing(op) as (slot, views, _), self._buffers.first_time(self.units[op.unit]):
             yield slot, views
 
     @contextmanager
-    def backward_of(self, index: int) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """As `forward_of`, with gradient views; operations of calls autograd did not reach are passed over."""
+    def backward_of(self, index: int) -> Iterator[tuple[torch.Tensor, Gradients | None]]:
+        """As `forward_of`, but with where gradients go; operations of calls autograd did not reach are passed over."""
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         op = self.engine.upcoming_call(index, backward=True)
-        with self.engine.computing(op) as (slot, views), self._buffers.again(self.units[op.unit]):
-            yield slot, views
+        with self.engine.computing(op) as (slot, _, gradients), self._buffers.again(self.units[op.unit]):
+            yield slot, gradients
 
     # The user's backward and step #
 

@@ -125,9 +125,9 @@ class _UnitFunction(torch.autograd.Function):
         session, step_number, index, call, replay, graph, tape, kept, needs_grad = ctx.step
         session.check_current(step_number)
         shape, device = session.shape(index), session.device.torch_device
-        with session.backward_of(index) as (slot, weights):
+        with session.backward_of(index) as (slot, gradients):
             if graph is not None:
-                graph.bring_back(slot, weights, session.activations.back(index))
+                graph.bring_back(slot, gradients, session.activations.back(index))
                 found = run_kept_backward(call, shape, list(grads), graph)
                 graph.close()
             else:

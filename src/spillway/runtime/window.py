@@ -13,15 +13,43 @@ def weight_views(unit: Unit, slot: torch.Tensor) -> dict[str, torch.Tensor]:
     return {place.name: unit.layout.view(place, slot) for place in unit.layout.places}
 
 
-def leaves(unit: Unit, slot: torch.Tensor, grad_slot: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """`weight_views` as autograd leaves; gradients are summed in place into views of `grad_slot`, if given."""
+def leaves(unit: Unit, slot: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`weight_views` as autograd leaves."""
     views = weight_views(unit, slot)
     for place in unit.layout.places:
-        if place.trainable:
-            leaf = views[place.name].requires_grad_()
-            if grad_slot is not None:
-                leaf.grad = unit.layout.view(place, grad_slot)
+        views[place.name].requires_grad_(place.trainable)
     return views
+
+
+class Gradients:
+    """Where the gradients of a unit go while one of its calls is differentiated: views of a slot (uint8). If it is
+    fresh the first gradient of a parameter replaces what lies there, and only the following ones are added."""
+
+    def __init__(self, unit: Unit, slot: torch.Tensor, is_fresh: bool) -> None:
+        self._slot = slot
+        self._views = {place.name: unit.layout.view(place, slot) for place in unit.layout.places if place.trainable}
+        self._missing = set(self._views) if is_fresh else set()
+        self._gaps = unit.layout.grad_gaps if is_fresh else []
+
+    def collect(self, name: str, leaf: torch.Tensor) -> None:
+        """Take the gradients that autograd finds for this leaf, the parameter of that name."""
+        leaf.grad = None if name in self._missing else self._views.get(name)
+        if name in self._missing:
+            leaf.register_post_accumulate_grad_hook(lambda found: self._take_first(name, found))
+
+    def finish(self) -> None:
+        """What got no gradient has one of zero, and so has what lies between parameters."""
+        for name in self._missing:
+            self._views[name].zero_()
+        for start, stop in self._gaps:
+            self._slot[start:stop].zero_()
+
+    def _take_first(self, name: str, leaf: torch.Tensor) -> None:
+        if name in self._missing and leaf.grad is not None:
+            self._missing.discard(name)
+            view = self._views[name]
+            view.copy_(leaf.grad)
+            leaf.grad = view
 
 
 def bind_residents(units: tuple[Unit, ...], homes: Homes, with_grads: bool) -> None:

@@ -64,6 +64,17 @@ class UnitLayout:
         return align(self.num_trainable * self.dtype.itemsize, PAGE)
 
     @property
+    def grad_gaps(self) -> list[tuple[int, int]]:
+        """Byte ranges of the gradient that belong to no parameter."""
+        found, at = [], 0
+        for place in self.places:
+            if place.trainable:
+                start, stop = self.byte_range(place)
+                found.append((at, start))
+                at = stop
+        return [(start, stop) for start, stop in [*found, (at, self.grad_bytes)] if start < stop]
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of everything but the weights."""
         return sum(part.num_bytes for part in self.components if part.name != "weight")
