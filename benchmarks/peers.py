@@ -1,14 +1,16 @@
 """Ours beside the field: the same model, tokens, dtype, threads and drive, in fresh processes, in turns.
 
     python benchmarks/peers.py [--peers PYTHON] [--rows 1 8 32] [--steps 5] [--rounds 2] [--throttle 500MB]
-                               [--directory DIR] [--json FILE [--add]] [--markdown FILE] [--plot FILE] [--check]
+                               [--only TEXT ...] [--directory DIR] [--json FILE [--add]] [--markdown FILE]
+                               [--plot FILE] [--check]
 
 On a machine without a GPU: DeepSpeed ZeRO-3 on its CPU accelerator (Infinity: parameters and optimizer on NVMe;
 Offload: in host memory), plain PyTorch in memory, and ours with everything on disk, with everything in host memory, and
 with whatever our planner makes of the memory that ZeRO-Infinity took. A 128M-parameter Llama, rows of 256 tokens,
 bfloat16 with fp32 masters, clipping at 1. The others run with recomputation and without. The peers' environment is made
 by pip where `--peers` does not give the interpreter of one. The drive is throttled through cgroup v1 where that can be
-written. A system that fails is shown as failed. `--add` keeps what the JSON file holds of other batches.
+written. A system that fails is shown as failed. `--add` keeps what the JSON file holds of other batches;
+`--only` runs the systems whose name holds one of these texts.
 benchmarks/largest.py compares the largest models.
 """
 
@@ -108,6 +110,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--throttle", type=parse_size, default=500_000_000)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT")
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--add", action="store_true")
     parser.add_argument("--markdown", type=Path)
@@ -143,7 +146,8 @@ def case(directory: Path, model: Path, rows: int, throttle: int, given: argparse
             return []
         for _ in range(given.rounds):
             for system, command in commands(model, STORE, rows, given.steps, given.peers).items():
-                if (throttle and not uses_disk(system)) or system in failures:
+                is_meant = any(text in system for text in given.only) and (uses_disk(system) or not throttle)
+                if not is_meant or system in failures:
                     continue
                 taken = max((row["peak"] for row in steps.get("ZeRO-Infinity", [])), default=0)
                 if MEMORY in command and not taken:
