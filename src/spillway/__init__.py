@@ -32,6 +32,8 @@ _WHERE = {
     "NonFinite": "spillway.spec.errors",
     "Plan": "spillway.spec.plan",
     "predict": "spillway.planning",
+    "Trainer": "spillway.trainer",
+    "TrainerMixin": "spillway.trainer",
 }
 __all__ = ["__version__", *_WHERE]
 

@@ -151,12 +151,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards of forwards inside only add to the gradients; the first one outside completes the optimizer step,
     however many there were. As in DistributedDataParallel; needs gradient_accumulation_steps= of 2 or more in
     `prepare`, whose number then does not count."""
-    rounds = prepared(model).session.rounds
-    before, rounds.only_accumulates = rounds.only_accumulates, True
-    try:
+    with prepared(model).session.rounds.saying(completes=False):
         yield
-    finally:
-        rounds.only_accumulates = before
 
 
 def _open(model: nn.Module, example: Mapping[str, Any]) -> None:

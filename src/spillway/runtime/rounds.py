@@ -1,5 +1,7 @@
 """How many backwards make an optimizer step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from spillway.spec.errors import UsageError
@@ -11,12 +13,21 @@ class Rounds:
     """Counts forwards and backwards of the optimizer step under way. `per_step`: as many as the plan was made for."""
 
     per_step: int
-    only_accumulates: bool = False  # forwards that begin now belong to backwards that complete no step
+    completes: bool | None = None  # whether backwards of forwards that begin now complete a step; None: by their count
     done: int = 0
     is_complete: bool = False  # the next thing is the optimizer step
     is_last: bool = False  # the backward to come completes it
     traces: list[Trace] = field(default_factory=list)  # of its lists that are over
     _has_accumulated: bool = False  # because the user said so
+
+    @contextmanager
+    def saying(self, completes: bool) -> Iterator[None]:
+        """Whether backwards of forwards inside complete the step, whatever their count."""
+        before, self.completes = self.completes, completes
+        try:
+            yield
+        finally:
+            self.completes = before
 
     @property
     def is_first(self) -> bool:
@@ -40,13 +51,14 @@ class Rounds:
             )
 
     def begin(self) -> None:
-        """A forward begins. Its backward is the last by count, or, where the user says which ones only accumulate, the
-        first that does not. Raises UsageError where the plan cannot accumulate."""
-        if self.only_accumulates and self.per_step == 1:
+        """A forward begins. Its backward is the last where that was said, and otherwise by count, or, where the user
+        said which ones only accumulate, as the first that does not. Raises UsageError where the plan cannot
+        accumulate."""
+        if self.completes is False and self.per_step == 1:
             raise UsageError("no_sync needs gradient_accumulation_steps= of 2 or more in prepare")
-        self._has_accumulated |= self.only_accumulates
+        self._has_accumulated |= self.completes is False
         by_count = self._has_accumulated or self.done + 1 >= self.per_step
-        self.is_last = by_count and not self.only_accumulates
+        self.is_last = by_count if self.completes is None else self.completes
 
     def end(self) -> None:
         """A backward has run."""

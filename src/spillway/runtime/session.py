@@ -177,8 +177,10 @@ class Session:
         plan = schedule.plan
         wary = self.rest.is_wary(plan.placement)
         due = self.rest.due
-        if schedule.calls_beside or (due is not None and due.sweeping and not wary):
-            self.come_to_rest()
+        self.rounds.begin()
+        alone = plan.placement.accumulation > 1 and self.rounds.is_first and self.rounds.is_last
+        if schedule.calls_beside or alone or (due is not None and due.sweeping and not wary):
+            self.come_to_rest()  # the list that follows makes no updates of the step before
         self.engine.open(schedule)
         step = StepState(
             Due(self.hypers(), self.clipping, self.loss_scale.value, sweeping=wary),
@@ -186,7 +188,6 @@ class Session:
             may_take_back=plan.placement.speculates,
             act_extents=self.store.act_extents(plan, schedule.profile),
         )
-        self.rounds.begin()
         self.engine.start(plan.wary_ops if wary else plan.round_ops(self.rounds.is_first, self.rounds.is_last), step)
         self._activations = Activations(schedule, self.engine.pools, step.acts)
         self.step_number += 1

@@ -1,0 +1,260 @@
+"""The transformers Trainer, and those derived from it, with a model that streams."""
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from spillway.api import prepare, save_point, save_pretrained
+from spillway.assembly import Prepared, prepared
+from spillway.optim.config import NAMED, SGD, AdamW, Lion, Rule
+from spillway.optim.optimizer import StreamingOptimizer
+from spillway.spec.errors import UsageError
+
+# What the optimizers of TrainingArguments are called here.
+_OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "paged_adamw_32bit": "adamw",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_torch_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+    "lion_32bit": "lion",
+    "paged_lion_32bit": "lion",
+    "lion_8bit": "lion_8bit",
+    "paged_lion_8bit": "lion_8bit",
+    "sgd": "sgd",
+}
+# Arguments that cannot be followed, and what to do instead.
+_REFUSED = {
+    "fp16": "load the model in bfloat16 and pass bf16=True, or none of both",
+    "fp16_full_eval": "the model computes in the dtype it was loaded in",
+    "bf16_full_eval": "the model computes in the dtype it was loaded in",
+    "load_best_model_at_end": "weights rest in the store, and load from the checkpoint you want afterwards",
+    "auto_find_batch_size": "the plan fits the batch into the memory, or says what is short",
+    "torch_compile": "compile the blocks in place before, as in `for block in model.model.layers: block.compile()`",
+    "deepspeed": "leave it out, Spillway takes its place",
+    "fsdp": "leave it out, Spillway takes its place",
+    "optim_args": "give rule=spillway.AdamW(...) with what they say",
+    "optim_target_modules": "freeze parameters with requires_grad_(False) before",
+    "neftune_noise_alpha": "the embedding streams, and noise that is added behind its back would not be replayed",
+}
+
+
+class TrainerMixin:
+    """Makes a class derived from transformers.Trainer stream its model:
+
+        class StreamingSFTTrainer(spillway.TrainerMixin, trl.SFTTrainer): ...
+
+    Besides the trainer's own arguments: `store`, one or more directories on fast drives (by default `store` in the
+    output directory), `device_memory`, `host_memory`, `disk_memory` and `micro_batch` as in `spillway.prepare`;
+    `rule`: spillway.AdamW, Lion or SGD, in the place of what TrainingArguments say of the optimizer; `placement`:
+    further arguments of `spillway.prepare` (update=, activations=, weights=, states=, policy=).
+
+    The model is one from `spillway.load`, or any in memory. Optimizer, learning rate, weight decay, clipping,
+    accumulation and label smoothing are those of TrainingArguments, to the same results. Activations are recomputed or
+    kept as the plan says, whatever `gradient_checkpointing` says; bf16=True asks for no autocast: the model computes in
+    the dtype it was loaded in.
+
+    A checkpoint is the model as `from_pretrained` loads it and what the trainer keeps besides; optimizer states and
+    masters stay in the store. `train(resume_from_checkpoint=True)` goes on from the last step in the store, which may
+    be later than the checkpoint's. Raises UsageError for arguments that cannot be followed, and what `prepare` does.
+    """
+
+    # Of transformers.Trainer, which comes next in the order of classes.
+    model: nn.Module
+    args: Any
+    accelerator: Any
+    state: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        store: str | os.PathLike[str] | list[str | os.PathLike[str]] | None = None,
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        disk_memory: str | int | None = None,
+        micro_batch: int | None = None,
+        rule: Rule | None = None,
+        placement: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._store = store
+        self._where: dict[str, Any] = {
+            "device_memory": device_memory,
+            "host_memory": host_memory,
+            "disk_memory": disk_memory,
+            "micro_batch": micro_batch,
+            **(placement or {}),
+        }
+        self._rule = rule
+        self._resumes = False
+        self._streaming: StreamingOptimizer | None = None
+        super().__init__(*args, **kwargs)
+        self._check()
+        self.label_smoother = None  # `prepare` is told: the smoother would need whole logits
+        self.args._n_gpu = 1
+
+    def _check(self) -> None:
+        """Raise UsageError for what cannot be followed; leave recomputation to the plan."""
+        for name, instead in _REFUSED.items():
+            if getattr(self.args, name, None):
+                raise UsageError(f"TrainingArguments({name}={getattr(self.args, name)!r}) cannot stream: {instead}")
+        if self.optimizer is not None:
+            raise UsageError("optimizers=: leave the optimizer None and give rule=spillway.AdamW(...), or nothing")
+        if any(param.dtype is torch.float16 for param in self.model.parameters()):
+            raise UsageError("the model is in float16, whose losses this trainer does not scale: load it in bfloat16")
+        for name in ("gradient_checkpointing", "activation_checkpointing"):
+            if getattr(self.args, name, None):
+                setattr(self.args, name, False)
+
+    # Where the model is, and what it is trained with #
+
+    def _stream(self) -> Prepared:
+        """The model streams from now on."""
+        if self._streaming is None:
+            _, self._streaming = prepare(
+                self.model,
+                self._rule or rule_of(self.args),
+                store=self._store or Path(self.args.output_dir) / "store",
+                device=self.args.device.type,
+                gradient_accumulation_steps=self.args.gradient_accumulation_steps,
+                label_smoothing=self.args.label_smoothing_factor,
+                resume=self._resumes,
+                **self._where,
+            )
+        return prepared(self.model)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The streaming one."""
+        self._stream()
+        if self.optimizer is None:
+            self.optimizer = self._streaming
+        found: torch.optim.Optimizer = self.optimizer
+        return found
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """An accelerator that leaves the model where it is, and in its dtype."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.prepare_model = lambda model, *_, **__: model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Its units go there in turn."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        self._stream()
+        return model
+
+    # Steps #
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One forward and backward; the last of the step begins its update."""
+        rounds = self._stream().session.rounds
+        with rounds.saying(completes=self.accelerator.sync_gradients):
+            loss: torch.Tensor = super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+        return loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **more: Any
+    ) -> Any:
+        """Without logits where only the loss is wanted."""
+        session = self._stream().session
+        with session.without_logits() if prediction_loss_only else nullcontext():
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **more)  # type: ignore[misc]
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """The update does."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Known when the step is over."""
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        result = self._streaming.last_result if self._streaming is not None else None
+        known = getattr(result, "grad_norm", None)
+        super()._maybe_log_save_evaluate(tr_loss, known, *args, **kwargs)  # type: ignore[misc]
+
+    # Checkpoints #
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self._stream()
+        path = save_pretrained(self.model, output_dir or self.args.output_dir)
+        kept = getattr(self, "processing_class", None) or getattr(
+            getattr(self, "data_collator", None), "tokenizer", None
+        )
+        if kept is not None:
+            kept.save_pretrained(path)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self._stream().points.are_kept:
+            save_point(self.model)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Weights and states are in the store."""
+        if self._streaming is None:
+            self._resumes = True
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:
+        epochs, batches = super()._init_training_state(  # type: ignore[misc]
+            max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
+        )
+        if checkpoint is None:
+            return epochs, batches
+        points = self._stream().points
+        if not points.step:
+            raise UsageError(
+                f"{points.directory} holds no saved point to resume {checkpoint} from: optimizer states rest in the "
+                f"store, which was moved or removed (store= says where it is)"
+            )
+        self.state.global_step = points.step
+        epochs, batches = divmod(self.state.global_step, num_update_steps_per_epoch)
+        skipped = 0 if self.args.ignore_data_skip else batches * self.args.gradient_accumulation_steps
+        return epochs, skipped
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As of the checkpoint, and on to the step of the store."""
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        steps = getattr(self.lr_scheduler, "last_epoch", None)
+        if checkpoint is not None and isinstance(steps, int):
+            for _ in range(steps, self.state.global_step):
+                self.lr_scheduler.step()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The saved point has it, of its own step."""
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """transformers.Trainer for models that do not fit: see TrainerMixin for what it takes besides."""
+
+
+def rule_of(args: transformers.TrainingArguments) -> Rule:
+    """What TrainingArguments ask of the optimizer. Raises UsageError for one there is not."""
+    asked = str(getattr(args.optim, "value", args.optim))
+    if asked not in _OPTIMIZERS:
+        raise UsageError(f"TrainingArguments(optim={asked!r}) cannot stream: choose one of {', '.join(_OPTIMIZERS)}")
+    kind, moments = NAMED[_OPTIMIZERS[asked]]
+    clip = args.max_grad_norm if args.max_grad_norm else None
+    if kind is SGD:
+        return SGD(lr=args.learning_rate, momentum=0.0, weight_decay=args.weight_decay, max_grad_norm=clip)
+    betas = (args.adam_beta1, args.adam_beta2)
+    if kind is Lion:
+        return Lion(
+            lr=args.learning_rate, betas=betas, weight_decay=args.weight_decay, max_grad_norm=clip, moments=moments
+        )
+    return AdamW(
+        lr=args.learning_rate,
+        betas=betas,
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        max_grad_norm=clip,
+        moments=moments,
+    )

@@ -1,0 +1,165 @@
+"""The transformers Trainer with a model that streams does what it does with one in memory."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+
+import spillway
+from models import VOCAB, gpt2, llama
+from spillway.api import read_parameters
+
+DISK = {"weights": "disk", "states": "disk"}
+
+
+def samples(count: int, length: int = 16) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(0, VOCAB, (length,), generator=generator) for _ in range(count)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def arguments(directory: Path, **more: Any) -> TrainingArguments:
+    settings = {
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **more,
+    }
+    return TrainingArguments(output_dir=str(directory), **settings)
+
+
+@contextmanager
+def streaming(model: nn.Module, directory: Path, data: Any, **more: Any) -> Iterator[spillway.Trainer]:
+    """One of ours, whose store is released at the end."""
+    ours = {name: more.pop(name) for name in ("placement", "rule", "store", "callbacks") if name in more}
+    trainer = spillway.Trainer(
+        model=model, args=arguments(directory, **more), train_dataset=data, eval_dataset=samples(3), **ours
+    )
+    try:
+        yield trainer
+    finally:
+        spillway.close(model)
+
+
+def told(trainer: transformers.Trainer, name: str) -> list[float]:
+    return [line[name] for line in trainer.state.log_history if name in line]
+
+
+@pytest.mark.parametrize("placement", [{}, DISK], ids=["memory", "disk"])
+@pytest.mark.parametrize("accumulation", [1, 2])  # of 7 batches: the last step of an epoch has one alone
+def test_a_run_is_that_of_the_plain_trainer(accumulation: int, placement: dict[str, str], tmp_path: Path) -> None:
+    more: dict[str, Any] = {
+        "gradient_accumulation_steps": accumulation,
+        "eval_strategy": "epoch",
+        "label_smoothing_factor": 0.1,
+    }
+    model = llama()
+    plain = transformers.Trainer(
+        model=copy.deepcopy(model),
+        args=arguments(tmp_path / "plain", **more),
+        train_dataset=samples(14),
+        eval_dataset=samples(3),
+    )
+    plain.train()
+    with streaming(model, tmp_path / "ours", samples(14), placement=placement, **more) as ours:
+        ours.train()
+        for name in ("loss", "grad_norm", "learning_rate", "eval_loss"):
+            assert told(ours, name) == pytest.approx(told(plain, name), rel=1e-5)
+        expected = dict(plain.model.named_parameters())
+        for name, param in read_parameters(model).items():
+            torch.testing.assert_close(param, expected[name].data, rtol=1e-4, atol=1e-5)
+
+
+class _StopAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("placement", "goes_on_after"), [(DISK, 5), ({}, 3)], ids=["disk", "memory"])
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(
+    placement: dict[str, str], goes_on_after: int, tmp_path: Path
+) -> None:
+    more: dict[str, Any] = {"placement": placement, "save_strategy": "steps", "save_steps": 3}
+    model = gpt2(dropout=0.1)
+    with streaming(model, tmp_path / "whole", samples(8), **more) as whole:
+        whole.train()
+        expected, losses = read_parameters(model), told(whole, "loss")
+    model = gpt2(dropout=0.1)
+    stopped = streaming(model, tmp_path / "cut", samples(8), callbacks=[_StopAfter(5)], **more)
+    with stopped as cut, pytest.raises(KeyboardInterrupt):
+        cut.train()
+    model = gpt2(dropout=0.1)
+    with streaming(model, tmp_path / "cut", samples(8), **more) as again:
+        again.train(resume_from_checkpoint=True)
+        assert told(again, "loss")[3:] == losses[goes_on_after:]
+        for name, param in read_parameters(model).items():
+            assert torch.equal(param, expected[name]), name
+
+
+def test_a_checkpoint_is_a_model_that_transformers_loads(tmp_path: Path) -> None:
+    model = llama()
+    with streaming(model, tmp_path, samples(4), save_strategy="epoch", num_train_epochs=1) as trainer:
+        trainer.train()
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+        expected = read_parameters(model)
+        assert all(torch.equal(param, expected[name]) for name, param in loaded.named_parameters())
+
+
+def test_resuming_without_the_store_says_what_is_missing(tmp_path: Path) -> None:
+    with streaming(llama(), tmp_path, samples(4), save_strategy="epoch", store=tmp_path / "first") as trainer:
+        trainer.train()
+    elsewhere = streaming(llama(), tmp_path, samples(4), store=tmp_path / "second")
+    with elsewhere as again, pytest.raises(spillway.UsageError, match="second holds no saved point to resume .* from"):
+        again.train(resume_from_checkpoint=True)
+
+
+def test_evaluation_before_training_streams(tmp_path: Path) -> None:
+    model = llama()
+    plain = transformers.Trainer(
+        model=copy.deepcopy(model), args=arguments(tmp_path / "plain"), eval_dataset=samples(3)
+    )
+    with streaming(model, tmp_path, samples(4)) as ours:
+        assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+
+
+def test_the_rule_given_takes_the_place_of_the_arguments(tmp_path: Path) -> None:
+    with streaming(llama(), tmp_path, samples(4), rule=spillway.SGD(lr=0.25)) as trainer:
+        assert trainer.create_optimizer().param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"fp16": True}, "fp16=True"),
+        ({"load_best_model_at_end": True, "save_strategy": "epoch", "eval_strategy": "epoch"}, "load_best_model"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+    ],
+)
+def test_arguments_that_cannot_be_followed_are_refused(more: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(spillway.UsageError, match=text):
+        spillway.Trainer(model=llama(), args=arguments(tmp_path, **more), eval_dataset=samples(2))
+
+
+def test_an_optimizer_there_is_not_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    trainer = spillway.Trainer(model=llama(), args=arguments(tmp_path, optim="adafactor"), train_dataset=samples(4))
+    with pytest.raises(spillway.UsageError, match="optim='adafactor'.* adamw_torch"):
+        trainer.train()
