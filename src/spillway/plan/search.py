@@ -1,16 +1,20 @@
 """The planner: closed forms rank the ways to fill memory, the simulator decides among the best."""
 
+import gc
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from heapq import nsmallest
 from itertools import accumulate
+from operator import attrgetter, itemgetter
 
 from spillway.plan.bounds import busiest, least_computing, lower_bound
 from spillway.plan.check import check
 from spillway.plan.fill import Candidate, Filler
 from spillway.plan.lower import complete, lower_step
 from spillway.plan.policies import POLICIES
-from spillway.plan.pools import recomputed_flops, stored_bytes
+from spillway.plan.pools import ELEMENT_ALIGNMENT, recomputed_flops, stored_bytes
 from spillway.plan.request import PlanRequest, Space, space_of
 from spillway.plan.simulate import simulate, step_seconds
 from spillway.plan.swap import outputs
@@ -18,7 +22,7 @@ from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import NO_POINTS, Placement, Plan
-from spillway.spec.sizes import format_size
+from spillway.spec.sizes import align, format_size
 
 # Of the updates that could be made within the step: how many are left to the next forward.
 _FIRST_SHARE = 0.5  # the drive then has about as much to do in forward as in backward
@@ -32,6 +36,10 @@ _SMALLEST_VISIT = 1 << 18
 _WIDELY = 24
 # And those of no more units piece by piece.
 _CLIMBED = 4
+# Plans of larger ones are compared with their units updated in so many parts; between the best so many, their whole
+# lists decide.
+_PARTS = 2
+_FINALISTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +50,35 @@ class _Timed:
     bottleneck: str
 
 
+_seconds = attrgetter("seconds")
+
+
 def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> Plan:
     """The plan that training executes.
 
     Raises PlanInfeasible naming the tier that is short and the smallest budget that works, UsageError where forced
     choices contradict each other.
     """
+    with _uncollected():
+        try:
+            return _make_plan(model, hardware, budget, request)
+        except PlanInfeasible:
+            if not _may_save_nothing(request):
+                raise
+        return _make_plan(model, hardware, budget, replace(request, keep=NO_POINTS))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector of reference cycles: lists of operations have none, and it would walk them over and over,
+    which is half of the time that a long one takes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        return _make_plan(model, hardware, budget, request)
-    except PlanInfeasible:
-        if not _may_save_nothing(request):
-            raise
-    return _make_plan(model, hardware, budget, replace(request, keep=NO_POINTS))
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _may_save_nothing(request: PlanRequest) -> bool:
@@ -139,9 +164,17 @@ class _Search:
         self._request = request
         self._space = space
         self._simulated = 0
+        self._timed: list[tuple[float, Candidate]] = []
 
     def run(self) -> _Timed:
         """The fastest plan that was found."""
+        best = self._find()
+        if not self._is_large:
+            return best
+        finalists = [candidate for _, candidate in nsmallest(_FINALISTS, self._timed, key=itemgetter(0))]
+        return min((self._time_as(candidate, candidate.placement) for candidate in finalists), key=_seconds)
+
+    def _find(self) -> _Timed:
         found: dict[Placement, Candidate] = {}
         bounds: dict[Placement, float] = {}
         floor = _CLOSE * least_computing(self._model, self._hardware)
@@ -164,7 +197,7 @@ class _Search:
         may_climb = self._searches_freely and self._request.fixed is None
         if may_climb and len(self._model.units) <= _CLIMBED:
             starts = [best, *map(self._time, self._in_every_mode(next(iter(found.values()))))]
-            best = min(map(self._climb, starts), key=lambda found: found.seconds)
+            best = min(map(self._climb, starts), key=_seconds)
         return best
 
     def _best_variant(self, best: _Timed | None, candidate: Candidate, bound: float) -> _Timed:
@@ -251,9 +284,23 @@ class _Search:
         return best if best is not None and best.seconds <= found.seconds else found
 
     def _time(self, candidate: Candidate) -> _Timed:
-        plan = lower_step(self._model, candidate.placement)
+        placement = candidate.placement
+        found = self._time_as(candidate, self._in_few_parts(placement) if self._is_large else placement)
+        self._timed.append((found.seconds, candidate))
+        return found
+
+    def _time_as(self, candidate: Candidate, placement: Placement) -> _Timed:
+        plan = lower_step(self._model, placement)
         self._simulated += sum(map(len, plan.rounds))
         return _Timed(candidate, plan, *step_seconds(plan, self._hardware))
+
+    def _in_few_parts(self, placement: Placement) -> Placement:
+        """With subgroups so large that the list is a fraction as long; its time differs by a few percent, and by about
+        as much for every placement. Not where parts travel to the device, whose way there is what counts."""
+        if any(where.visits for where in placement.units):
+            return placement
+        largest = max(unit.num_trainable for unit in self._model.units)
+        return replace(placement, subgroup=max(placement.subgroup, align(-(-largest // _PARTS), ELEMENT_ALIGNMENT)))
 
     def _variants(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same resting places with more and more updates left to the next forward, so that the drive has work all
