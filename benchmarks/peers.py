@@ -5,8 +5,8 @@
                                [--plot FILE] [--check]
 
 On a machine without a GPU: DeepSpeed ZeRO-3 on its CPU accelerator (Infinity: parameters and optimizer on NVMe;
-Offload: in host memory), plain PyTorch in memory, and ours with everything on disk, with everything in host memory, and
-with whatever our planner makes of the memory that ZeRO-Infinity took. A 128M-parameter Llama, rows of 256 tokens,
+Offload: in host memory), plain PyTorch in memory, and ours with everything on disk, with 16-bit weights in host memory,
+with everything there, and with whatever our planner makes of the memory that ZeRO-Infinity took. A 128M-parameter Llama, rows of 256 tokens,
 bfloat16 with fp32 masters, clipping at 1. The others run with recomputation and without. The peers' environment is made
 by pip where `--peers` does not give the interpreter of one. The drive is throttled through cgroup v1 where that can be
 written. A system that fails is shown as failed. `--add` keeps what the JSON file holds of other batches;
@@ -43,6 +43,8 @@ TARGETS = (
     ("spillway, disk", "ZeRO-Infinity", 2.5, 1.5),
     ("spillway 8-bit, disk", "ZeRO-Infinity", 5.0, 2.5),
     ("spillway 8-bit and 24-bit masters, disk", "ZeRO-Infinity", 5.0, 2.5),
+    ("spillway, states on disk", "ZeRO-Infinity", 2.5, 1.5),
+    ("spillway 8-bit and 24-bit masters, states on disk", "ZeRO-Infinity", 5.0, 2.5),
     (SAME_MEMORY, "ZeRO-Infinity", 2.5, 1.5),
     ("spillway, memory", "ZeRO-Offload", 0.0, 1.5),
     ("spillway, memory", "ZeRO-Offload" + KEEPING, 0.0, 1.5),
@@ -91,6 +93,8 @@ def commands(model: Path, store: str, rows: int, steps: int, peers: str) -> dict
         "spillway, disk": ours("disk", "float32"),
         "spillway 8-bit, disk": ours("disk", "8bit"),
         "spillway 8-bit and 24-bit masters, disk": ours("disk", "8bit-24"),
+        "spillway, states on disk": ours("host,disk", "float32"),
+        "spillway 8-bit and 24-bit masters, states on disk": ours("host,disk", "8bit-24"),
         "spillway, memory": ours("auto", "float32"),
         "plain PyTorch": plain("recompute"),
         "plain PyTorch" + KEEPING: plain("keep"),
