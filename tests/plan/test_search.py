@@ -10,7 +10,7 @@ from spillway.plan.request import PlanRequest
 from spillway.plan.search import make_plan
 from spillway.plan.simulate import simulate
 from spillway.spec.errors import PlanInfeasible, UsageError
-from spillway.spec.hardware import Budget
+from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.jsonable import from_json, to_json
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import NO_POINTS, Kept, Plan
@@ -51,6 +51,34 @@ def test_the_smallest_budget_that_is_said_to_work_works(
         enough = Budget(needed.device, needed.host, needed.disk, budget.process_bytes)
         assert make_plan(model, profiles.MACHINE, enough, PlanRequest(**fixed)).ops
     assert smallest.ops
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    profiles.models(),
+    profiles.requests(),
+    st.sampled_from([profiles.MACHINE, profiles.CPU]),
+    st.tuples(st.integers(22, 30), st.integers(20, 30), st.integers(24, 34)),
+    st.sampled_from([0.25, 1.0, 2.0]),
+)
+def test_units_stay_where_they_rest_whatever_batch_comes_next(
+    model: ModelProfile, asked: dict[str, object], machine: HardwareSpec, memory: tuple[int, int, int], times: float
+) -> None:
+    host, device, disk = (1 << bits for bits in memory)
+    budget = Budget(device, host, disk, 1 << 19)
+    request = PlanRequest(**asked)
+    longer = [dataclasses.replace(call, act_bytes=int(times * call.act_bytes)) for call in model.calls]
+    try:
+        first = make_plan(model, machine, budget, request)
+        following = make_plan(
+            dataclasses.replace(model, calls=tuple(longer)),
+            machine,
+            budget,
+            dataclasses.replace(request, fixed=first.placement),
+        )
+    except PlanInfeasible:
+        return
+    assert following.placement.units == first.placement.units
 
 
 def test_memory_is_filled_before_the_disk_is_used() -> None:

@@ -85,7 +85,7 @@ class Filler:
         in_memory, on_device = map(rests.count, ("host", "device")) if "disk" in self._space.states[:1] else (0, 0)
         for placement in self._pipelines(update):
             found = self.candidate(placement)
-            if in_memory or on_device:
+            if (in_memory or on_device) and self._request.fixed is None:
                 found = self._off_the_drives(found, in_memory, on_device)
             if self.fits(found):
                 return found
