@@ -499,3 +499,42 @@ def test_batches_can_be_sent_to_the_device_the_model_names(tmp_path: Path) -> No
     assert model.device == torch.device("cpu") and isinstance(model, kind)
     assert type(model).__name__ == kind.__name__
     spillway.close(model)
+
+
+def test_a_second_backward_over_one_forward_is_refused() -> None:
+    model, _ = spillway.prepare(models.llama(), SETTINGS, device="cpu")
+    loss = model(**models.batch("llama", 0)).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(UsageError, match="backward ran a second time|call optimizer.step"):
+        loss.backward()
+    spillway.close(model)
+
+
+def test_parameters_are_not_added_afterwards() -> None:
+    model, optimizer = spillway.prepare(models.llama(), SETTINGS, device="cpu")
+    with pytest.raises(UsageError, match="cannot be added"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    spillway.close(model)
+
+
+def test_going_on_where_nothing_was_saved_is_told(tmp_path: Path) -> None:
+    with pytest.warns(spillway.NothingSaved, match="holds no saved point"):
+        model, _ = spillway.prepare(models.llama(), SETTINGS, store=tmp_path / "store", device="cpu", resume=True)
+    spillway.close(model)
+
+
+def test_a_batch_on_another_device_is_refused_before_anything_is_planned() -> None:
+    model, _ = spillway.prepare(models.llama(), SETTINGS, device="cpu")
+    batch = models.batch("llama", 0)
+    with pytest.raises(UsageError, match="is on meta and the model computes on cpu"):
+        model(**{name: tensor.to("meta") for name, tensor in batch.items()})
+    assert not prepared(model).session.engine.is_open
+    spillway.close(model)
+
+
+def test_the_source_of_a_model_is_not_written_over(tmp_path: Path) -> None:
+    directory = directories.make_model(tmp_path / "llama")
+    model, _ = spillway.prepare(spillway.load(directory, AutoModelForCausalLM), SETTINGS, device="cpu")
+    with pytest.raises(UsageError, match="loaded from"):
+        spillway.save_pretrained(model, directory)
+    spillway.close(model)

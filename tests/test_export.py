@@ -81,7 +81,7 @@ def test_what_was_exported_before_in_other_pieces_does_not_stay(trained: Path, t
     out.mkdir()
     for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "mine.safetensors"):
         (out / name).write_bytes(b"old")
-    assert run(["export", str(trained), str(out)]) == 0
+    assert run(["export", str(trained), str(out), "--overwrite"]) == 0
     assert sorted(file.name for file in out.glob("*.safetensors")) == ["mine.safetensors", "model.safetensors"]
 
 
@@ -103,7 +103,7 @@ def test_an_earlier_point_is_exported_by_its_step(
     assert json.loads(capsys.readouterr().out)["step"] == 3
     ours, theirs = load_file(tmp_path / "out" / "model.safetensors"), load_file(trained / "model" / "model.safetensors")
     assert not all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert run(["export", str(trained), str(tmp_path / "out"), "--step", "1"]) == 2
+    assert run(["export", str(trained), str(tmp_path / "other"), "--step", "1"]) == 2
     assert "step 1 is not saved: there is 5, 4, 3" in capsys.readouterr().err
 
 
@@ -141,3 +141,15 @@ def test_a_directory_that_is_no_run_is_said_so(tmp_path: Path, capsys: pytest.Ca
     for command in (["verify", str(tmp_path)], ["export", str(tmp_path), str(tmp_path / "out")]):
         assert run(command) == 2
         assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_nothing_that_is_there_is_written_over(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, used = trained.parent / "llama", tmp_path / "used"
+    used.mkdir()
+    (used / "config.json").write_text("{}")
+    for output, text in ((source, "started from"), (trained, "the run itself"), (used, "--overwrite")):
+        assert run(["export", str(trained), str(output)]) == 2
+        assert text in capsys.readouterr().err
+    assert run(["verify", str(trained)]) == 0

@@ -30,6 +30,7 @@ _WHERE = {
     "DiskError": "spillway.spec.errors",
     "HostMemoryError": "spillway.spec.errors",
     "NonFinite": "spillway.spec.errors",
+    "NothingSaved": "spillway.spec.errors",
     "Plan": "spillway.spec.plan",
     "predict": "spillway.planning",
     "Trainer": "spillway.trainer",

@@ -94,7 +94,9 @@ def prepare(
     planner of another system that makes the plan (see `spillway.plan.policies`). `label_smoothing`: of the loss of a
     transformers model. `example`: keyword arguments of the longest batch to come; with it everything is planned and
     checked now, otherwise at the first forward. `resume`: go on from the last saved point in `store`, or in the
-    directory given; budgets, device and drives may differ from those of the run that saved it. `keep`: how many saved
+    directory given; budgets, device and drives may differ from those of the run that saved it. `num_steps` of the
+    optimizer then tells how many steps lie behind; the learning rate is the one given here, so let a scheduler go on
+    from there. Where `store` holds no saved point training starts anew, with a NothingSaved warning. `keep`: how many saved
     points stay, and whether they are also made where states rest in memory.
 
     Returns the same model, and the optimizer. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
@@ -184,9 +186,12 @@ def save_pretrained(
     model: nn.Module, directory: str | os.PathLike[str], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> Path:
     """Write a directory that `from_pretrained` loads: sharded safetensors, config, tokenizer of the source. Streams;
-    needs host memory for one window, not for the model. Returns the directory."""
+    needs host memory for one window, not for the model. Returns the directory. Raises UsageError for that of the
+    source, DiskError where there is no room."""
     parts = prepared(model)
     session, path = parts.session, Path(directory)
+    if parts.origin is not None and parts.origin.resolve() == path.resolve():
+        raise UsageError(f"{path} is the directory the model was loaded from: choose another")
     session.come_to_rest()
     _refuse_unfinished(session)
     if not session.engine.is_open:

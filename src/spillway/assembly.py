@@ -16,6 +16,7 @@ from spillway.checkpoint.place import place_store, store_paths
 from spillway.checkpoint.points import SavedPoints
 from spillway.checkpoint.save import WrittenAs
 from spillway.checkpoint.sources import DirectorySource, ModuleSource, WeightSource
+from spillway.model.guards import guard
 from spillway.model.units import find_units
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.plan.request import PlanRequest, space_of
@@ -143,6 +144,7 @@ def assemble(
     session.engine.on_rest = lambda: points.at_rest(store)
     store.on_open = lambda opened, plan: _fill(opened, plan, parts, source)
     _prepared[model] = parts
+    session.on_undo.append(guard(model))
     try:
         _adapt(model, session, label_smoothing)
     except BaseException:
@@ -206,7 +208,7 @@ def _nothing() -> None:
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that belong into a checkpoint, by name."""
-    state = model.state_dict(keep_vars=True)
+    state = nn.Module.state_dict(model, keep_vars=True)
     return {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
 
 

@@ -30,9 +30,12 @@ class ExportSummary:
     num_bytes: int
 
 
-def export(run: Path, output: Path, dtype: str | None, step: int | None, reporter: Reporter) -> ExportSummary:
+def export(
+    run: Path, output: Path, dtype: str | None, step: int | None, reporter: Reporter, overwrite: bool = False
+) -> ExportSummary:
     """Write a saved point (the newest, or that of `step`) as a Hugging Face directory with config and tokenizer.
     `dtype`: bfloat16, float16 or float32; by default what the run computes in. What is written is checked first.
+    `overwrite`: also where something is, but for the run and its model.
 
     Raises UsageError for a wrong choice, DiskError for damage or want of room.
     """
@@ -40,6 +43,7 @@ def export(run: Path, output: Path, dtype: str | None, step: int | None, reporte
     if dtype and wanted is None:
         raise UsageError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}")
     saved = open_run(run)
+    _refuse_used(output, run, find_directory(saved.options.model), overwrite)
     manifest = _choose(saved, step)
     need, have = weights_bytes(saved.units, wanted), free_bytes(output)
     if need > have:
@@ -66,6 +70,17 @@ def export(run: Path, output: Path, dtype: str | None, step: int | None, reporte
             )
     save_config(saved.model, output, find_directory(saved.options.model), wanted)
     return ExportSummary(manifest.step, str(output), dtype or saved.options.dtype, need)
+
+
+def _refuse_used(output: Path, run: Path, source: Path, overwrite: bool) -> None:
+    """Raise UsageError where something would be lost: the run, the model it started from, or another one."""
+    if output.resolve() in (run.resolve(), source.resolve()):
+        what = "the run itself" if output.resolve() == run.resolve() else "the model that the run started from"
+        raise UsageError(f"{output} is {what}: choose another directory")
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output} is a file: choose a directory")
+    if output.exists() and any(output.iterdir()) and not overwrite:
+        raise UsageError(f"{output} is not empty: choose another directory, or give --overwrite")
 
 
 def _choose(saved: SavedRun, step: int | None) -> Manifest:

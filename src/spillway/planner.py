@@ -129,6 +129,7 @@ class Planner:
                 hidden,
                 self._form,
                 max(self._budget.host_bytes - self._budget.process_bytes, 16 << 20),
+                max(self._budget.device_bytes, 16 << 20),
             )
         return self.hardware
 

@@ -213,3 +213,28 @@ def test_more_nonsense(fail: Fail, model: Path, data: Path) -> None:
     ):
         code, message = fail(model, data, flag, value, "--device", "cpu")
         assert code == 2 and words in message, message
+
+
+def test_one_path_in_a_config_file_needs_no_list(model: Path, data: Path, tmp_path: Path) -> None:
+    config, out = tmp_path / "run.yaml", tmp_path / "run"
+    config.write_text(f"store: {tmp_path / 'store'}\neval_data: {data}\nmax_steps: 1\nmax_length: 32\ndevice: cpu\n")
+    assert run(["train", str(model), str(data), "-o", str(out), "--config", str(config)]) == 0
+    assert list((tmp_path / "store").iterdir())
+
+
+def test_a_finished_run_without_saved_points_is_not_made_again(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", str(model), str(data), "-o", str(tmp_path / "run"), "--max-steps", "2", "--max-length", "32"]
+    command += ["--device", "cpu", "--save-total-limit", "0"]
+    assert run(command) == 0
+    assert run(command) == 2
+    assert "nothing can go on from there" in capsys.readouterr().err
+
+
+def test_a_sweep_is_drawn(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "curve.png"
+    command = ["plan", str(model), "--hardware", "rtx4090+990pro+64GB", "--sweep", "batch", "--chart", str(picture)]
+    assert run(command) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -118,7 +118,7 @@ class StoreBytes:
 def read_parameter(source: ByteSource, unit: int, place: TensorPlace, layout: UnitLayout) -> torch.Tensor:
     """The whole parameter as it is at rest, a new tensor on the CPU."""
     begin, end = layout.byte_range(place)
-    result = torch.empty(place.shape, dtype=place.dtype)
+    result = torch.empty(place.shape, dtype=place.dtype, device="cpu")
     flat = result.view(-1).view(torch.uint8) if result.numel() else result.view(-1)
     for start, piece in source.stream(unit, "weight", begin, end):
         flat[start : start + piece.numel()].copy_(piece)

@@ -1,12 +1,13 @@
 """Where a run's store lies: a new one, the one of last time, or that one moved to other drives."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from spillway.checkpoint.points import SavedPoints
 from spillway.hardware.probe import measure_shares
-from spillway.spec.errors import UsageError
+from spillway.spec.errors import NothingSaved, UsageError
 from spillway.store.disk import Geometry, refuse_foreign
 from spillway.store.manifest import load_manifests, manifest_files
 from spillway.store.move import find_geometry, move
@@ -31,6 +32,8 @@ def place_store(points: SavedPoints, paths: tuple[Path, ...], resume: bool | str
     if not found:
         if named is not None:
             raise UsageError(f"there is no saved point in {named} to resume from")
+        if resume:
+            warnings.warn(f"{paths[0]} holds no saved point: training starts anew", NothingSaved, stacklevel=4)
         refuse_foreign(paths)
         return Geometry(tuple(map(str, paths)), measure_shares(paths))
     geometry = find_geometry(directory, found[0], paths)

@@ -74,7 +74,10 @@ class SavedPoints:
         if not good:
             raise DiskError(bad[0])
         if good[0].model_fingerprint != fingerprint(self.units):
-            raise DiskError(f"{self.directory} holds a run of another model: choose another store, or that model")
+            raise DiskError(
+                f"{self.directory} holds a run of another model, with another optimizer (its kind, moments or master "
+                f"bits) or with other parameters frozen: choose another store, or give those again"
+            )
         self.warnings += bad
         self._use(tuple(good))  # more than are kept, perhaps: until one of them is seen to be whole
         return self.found
@@ -268,7 +271,9 @@ def to_text(tensor: torch.Tensor) -> str:
 def from_text(text: str, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     """What `to_text` gave."""
     content = bytearray(base64.b64decode(text))
-    return torch.frombuffer(content, dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
+    if not content:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(content, dtype=dtype).reshape(shape)
 
 
 def fingerprint(units: tuple[Unit, ...]) -> str:

@@ -11,8 +11,11 @@ import click
 @click.argument("directory")
 @click.option("--dtype", help="bfloat16, float16 or float32. Default: what the run computes in.")
 @click.option("--step", type=int, help="Which saved point. Default: the newest.")
+@click.option("--overwrite", is_flag=True, help="Also into a directory that is not empty.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON on standard output.")
-def export_command(run: str, directory: str, dtype: str | None, step: int | None, as_json: bool) -> None:
+def export_command(
+    run: str, directory: str, dtype: str | None, step: int | None, overwrite: bool, as_json: bool
+) -> None:
     """Write a saved point of RUN as a Hugging Face model to DIRECTORY, with config and tokenizer.
 
     Streams: needs memory for a window, not for the model. Not while the run is training.
@@ -29,7 +32,7 @@ def export_command(run: str, directory: str, dtype: str | None, step: int | None
     from spillway.spec.sizes import format_size
 
     reporter = Reporter()
-    done = export(Path(run), Path(directory), dtype, step, reporter)
+    done = export(Path(run), Path(directory), dtype, step, reporter, overwrite)
     if as_json:
         click.echo(json.dumps(to_json(done)))
     else:

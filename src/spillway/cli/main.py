@@ -58,7 +58,9 @@ def run(arguments: list[str]) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), 2, arguments)
     except (click.Abort, KeyboardInterrupt):
-        return _fail("stopped; the last saved point is intact and the same command goes on from it", 130, arguments)
+        return _fail(
+            "stopped; what was saved before is intact, and the same command goes on from there", 130, arguments
+        )
     except MemoryError:
         return _fail("there is not enough host memory: give a smaller --host-memory", 4, arguments)
 

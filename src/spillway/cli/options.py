@@ -24,7 +24,7 @@ FIRST_PAGE = {
     "learning_rate": "Peak learning rate.",
     "num_train_epochs": "Passes over the data.",
     "max_steps": "Optimizer steps; overrides the epochs.",
-    "max_length": "Tokens per row; longer conversations are cut, longer texts go on in the next row.",
+    "max_length": "Tokens per row, no more than the model has positions; longer texts go on in the next row.",
     "per_device_train_batch_size": "Rows computed at a time.",
     "gradient_accumulation_steps": "That many times more rows per step, at no further traffic of weights.",
     "eval_data": "Held-out data, as the training data; its loss is shown every --eval-steps and at the end.",
@@ -106,6 +106,7 @@ def read_config(path: Path, options_class: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"the config file {path} must hold names and values, such as learning_rate: 2e-5")
     known = [field.name for field in dataclasses.fields(options_class)]
+    several = {name for name, hint in typing.get_type_hints(options_class).items() if hint == tuple[str, ...]}
     found: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
@@ -113,5 +114,5 @@ def read_config(path: Path, options_class: Any) -> dict[str, Any]:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UsageError(f"the config file {path} sets '{key}', which is no option{hint}")
-        found[name] = value
+        found[name] = [value] if name in several and isinstance(value, str) else value
     return found

@@ -33,7 +33,7 @@ _KEPT = (
 @click.option("--batch-tokens", type=int, metavar="N", help="Tokens a step; rows at a time are chosen.")
 @click.option("--max-size", is_flag=True, help="The largest model of this width that can be trained.")
 @click.option("--sweep", metavar="AXIS", help="A curve over batch, drives, host-memory or swapped (activations).")
-@click.option("--chart", metavar="FILE", help="The predicted step: .json for ui.perfetto.dev, .png a picture.")
+@click.option("--chart", metavar="FILE", help="The predicted step, .json for ui.perfetto.dev or .png; or the --sweep.")
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON on standard output.")
 def plan_command(
     model: str,
@@ -58,7 +58,7 @@ def plan_command(
       spillway plan gpt-13b --hardware lohan-4090 --batch-tokens 65536 --max-length 1024
       spillway plan gpt-13b --hardware lohan-4090 --policy zero-infinity
       spillway plan gpt-13b --hardware rtx4080+990pro+64GB --max-size
-      spillway plan ./llama-8b --sweep host-memory
+      spillway plan ./llama-8b --sweep host-memory --chart curve.png
       spillway plan ./llama-8b --chart step.png
     """
     from spillway import planning
@@ -78,7 +78,7 @@ def plan_command(
     if max_size:
         _say_largest(question, reporter, as_json)
     elif sweep is not None:
-        _say_sweep(question, sweep, reporter, as_json)
+        _say_sweep(question, sweep, chart, reporter, as_json)
     else:
         _say_answer(question, chart, reporter, as_json)
 
@@ -92,12 +92,18 @@ def _say_largest(question: "Question", reporter: "Reporter", as_json: bool) -> N
     click.echo(json.dumps({"layers": layers, "params": params})) if as_json else reporter.say(text)
 
 
-def _say_sweep(question: "Question", axis: str, reporter: "Reporter", as_json: bool) -> None:
+def _say_sweep(question: "Question", axis: str, chart: str | None, reporter: "Reporter", as_json: bool) -> None:
     from spillway.curves import sweep
+    from spillway.report.chart import draw_sweep
     from spillway.report.plans import print_sweep
 
+    if chart is not None and Path(chart).suffix not in _PICTURES:
+        raise UsageError(f"--chart {chart}: of a --sweep there is a picture, {', '.join(_PICTURES)}, or --json")
     with reporter.counting("planning"):
         points = sweep(question, axis)
+    if chart is not None:
+        draw_sweep(Path(chart), points, f"{question.options.model} on {question.machine.name}")
+        reporter.say(f"the curve is in {chart}")
     if as_json:
         click.echo(json.dumps([{"at": at, "report": to_json(report)} for at, report in points]))
     else:

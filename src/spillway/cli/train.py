@@ -42,7 +42,9 @@ def train_command(context: click.Context, /, as_json: bool, config: str | None, 
     \b
     What a record is shows in its fields:
       {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}]}   assistant turns are trained
+      {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}     the same (ShareGPT)
       {"prompt": ..., "completion": ...}                                             the completion is trained
+      {"instruction": ..., "input": ..., "output": ...}                              the output is trained (Alpaca)
       {"text": ...}, or a .txt file                                                  everything is trained
 
     \b

@@ -125,7 +125,7 @@ class Batches:
             tensors["attention_mask"] = document_mask(torch.from_numpy(documents))
         else:
             # One document a row: plain causal attention, the fastest there is; padding comes after what matters.
-            tensors["position_ids"] = torch.arange(length).expand(len(batch), length).contiguous()
+            tensors["position_ids"] = torch.arange(length, device="cpu").expand(len(batch), length).contiguous()
         return tensors
 
 

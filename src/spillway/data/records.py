@@ -119,6 +119,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
 def _json_line(line: str, where: str) -> Any:
     try:
         return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: this line is not JSON ({error.msg} at column {error.colno})") from error
     except ValueError as error:
         raise DataError(f"{where}: this line is not JSON ({error})") from error
 

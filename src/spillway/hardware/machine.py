@@ -54,7 +54,8 @@ def _measured(paths: tuple[Path, ...], refresh: bool) -> HardwareSpec:
             pass  # never measured, or by another version
 
     room = min(_ROOM_BYTES, free_host_bytes() // 2)
-    found = measure(device, torch.bfloat16, paths, _ROWS, _HIDDEN, EXACT, room)
+    there = int(torch.cuda.mem_get_info()[0]) // 2 if device.type == "cuda" else room
+    found = measure(device, torch.bfloat16, paths, _ROWS, _HIDDEN, EXACT, room, there)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(".new")

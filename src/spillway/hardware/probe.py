@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from spillway.native import DiskEngine, Transfer
 from spillway.optim.update import Hyper, StateRange, sum_squares, update_range
 from spillway.spec.errors import DiskError
 from spillway.spec.hardware import HardwareSpec
+from spillway.spec.sizes import format_size
 from spillway.spec.state import StateFormat
 from spillway.store.arena import Arena
 from spillway.store.checks import ExtentChecks
@@ -23,6 +25,8 @@ _DISK_BYTES = 128 << 20
 _MOST_SHARES = 8
 # Of the block that is measured: wider ones run at the same rate and would only take memory.
 _MAX_HIDDEN, _MAX_ROWS = {"cpu": 1536, "cuda": 4096}, {"cpu": 1024, "cuda": 8192}
+# Values a row of the block takes at its peak, per unit of width.
+_ROW_VALUES = 32
 _measured: dict[tuple[torch.device, torch.dtype, tuple[int, ...], int, int, StateFormat], HardwareSpec] = {}
 
 
@@ -34,18 +38,21 @@ def measure(
     hidden: int,
     form: StateFormat,
     room_bytes: int,
+    device_room_bytes: int,
 ) -> HardwareSpec:
     """Rates of the device for `dtype`, of the links, of the drives under `paths`, and of the CPU's update.
 
     `rows` tokens at a time of width `hidden` are what the model computes; `form` is what its optimizer keeps. No more
-    than `room_bytes` of host memory are taken. Measured once per process, device, dtype, set of drives and shape.
+    than `room_bytes` of host memory are taken, nor than `device_room_bytes` of the device's. Measured once per process,
+    device, dtype, set of drives and shape.
     """
     for path in paths:
         _make(path)
     drives = tuple(path.stat().st_dev for path in paths)
-    rows = min(max(rows, 16), _MAX_ROWS[device.type])
-    hidden = min(hidden, _MAX_HIDDEN[device.type], math.isqrt(room_bytes // (8 * 12 * dtype.itemsize)))
+    room = min(room_bytes, device_room_bytes)
+    hidden = min(hidden, _MAX_HIDDEN[device.type], math.isqrt(room // (8 * 12 * dtype.itemsize)))
     hidden = max(hidden // 64 * 64, 64)
+    rows = max(min(rows, _MAX_ROWS[device.type], room // (2 * _ROW_VALUES * hidden * dtype.itemsize)), 16)
     key = (device, dtype, drives, rows, hidden, form)
     known = _measured.get(key)
     if known is None:
@@ -63,11 +70,11 @@ def _measure(
     room_bytes: int,
 ) -> HardwareSpec:
     copied = _within(_COPY_BYTES, room_bytes // 16)
-    host = torch.ones(copied, dtype=torch.uint8, pin_memory=device.type == "cuda")  # as the arena is
+    host = torch.ones(copied, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")  # as the arena is
     there = torch.ones(copied, dtype=torch.uint8, device=device)
     read, write, together = 1e18, 1e18, 1.0
     if paths:
-        read, write, together = _disk_rates(paths, _within(_DISK_BYTES, room_bytes // 8))
+        read, write, together = _disk_rates(paths, room_bytes // 8)
     elements, cpu = _within(1 << 22, room_bytes // 128), torch.device("cpu")
     update = _update_rate(cpu, form, elements, with_checksums=bool(paths))
     found = HardwareSpec(
@@ -187,8 +194,8 @@ def _update_rate(device: torch.device, form: StateFormat, elements: int, with_ch
         torch.ones(elements, dtype=torch.bfloat16, device=device),
     )
     hyper = Hyper(1e-5, 0.9, 0.999, 1e-8, 0.0, 1)
-    checks, content = ExtentChecks(layout), torch.zeros(layout.extent_bytes if with_checksums else 0, dtype=torch.uint8)
-    threads = os.cpu_count() or 1
+    threads, checked = os.cpu_count() or 1, layout.extent_bytes if with_checksums else 0
+    checks, content = ExtentChecks(layout), torch.zeros(checked, dtype=torch.uint8, device="cpu")
 
     def update() -> None:
         update_range(arrays, hyper, 1.0, threads)
@@ -199,9 +206,12 @@ def _update_rate(device: torch.device, form: StateFormat, elements: int, with_ch
     return elements / best_seconds(update)
 
 
-def _disk_rates(paths: tuple[Path, ...], num_bytes: int = _DISK_BYTES) -> tuple[float, float, float]:
+def _disk_rates(paths: tuple[Path, ...], room_bytes: int = _DISK_BYTES) -> tuple[float, float, float]:
     """Read and write bandwidth of all paths together, with the engines that training uses, and the share of them that
-    is left when both go on at once."""
+    is left when both go on at once. No more than `room_bytes` of host memory, and a quarter of what is free on a drive,
+    are taken."""
+    free = min(shutil.disk_usage(path).free for path in paths)
+    num_bytes = _within(_DISK_BYTES, min(room_bytes, free // 4))
     engine, other = DiskEngine(), DiskEngine()
     buffer = Arena(num_bytes).buffer
     buffer.fill_(1)
@@ -217,7 +227,8 @@ def _disk_rates(paths: tuple[Path, ...], num_bytes: int = _DISK_BYTES) -> tuple[
     except OSError as error:
         where = ", ".join(str(path) for path in paths)
         raise DiskError(
-            f"the store under {where} cannot be written: {error.strerror}; choose another --store"
+            f"the store under {where} cannot be written: {error.strerror}, {format_size(free)} are free; make room "
+            f"there or choose another --store"
         ) from error
     finally:
         engine.close()

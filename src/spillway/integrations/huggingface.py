@@ -94,7 +94,9 @@ def build_from_config(config: Any, auto_class: Any, dtype: torch.dtype) -> nn.Mo
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         name = getattr(config, "_name_or_path", "") or type(config).__name__
-        raise UsageError(f"{name} cannot be built as {auto_class.__name__}: {first}") from error
+        others = "; the command line trains causal language models, spillway.prepare any module"
+        hint = others if auto_class is CAUSAL_LM else ""
+        raise UsageError(f"{name} cannot be built as {auto_class.__name__}: {first}{hint}") from error
     tie: Any = model.tie_weights
     tie()
     return model

@@ -38,7 +38,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW(Settings):
-    """AdamW (Loshchilov and Hutter 2019); exact, with fp32 master weights and moments, unless narrowed."""
+    """AdamW (Loshchilov and Hutter 2019); exact, with fp32 master weights and moments, unless narrowed.
+
+    Its defaults are those of torch.optim.AdamW, but for `max_grad_norm` and what is not decayed; the command line's are
+    those of transformers.
+    """
 
     lr: float = 2e-5
     betas: tuple[float, float] = (0.9, 0.999)

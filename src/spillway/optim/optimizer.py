@@ -53,6 +53,13 @@ class StreamingOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self._is_scaled = False  # a loss of this step was
         self._finish = finish
+        self._is_complete = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is made. Raises UsageError later: what is trained was laid out by `prepare`."""
+        if getattr(self, "_is_complete", False):
+            raise UsageError("what is trained was laid out by spillway.prepare: parameters cannot be added afterwards")
+        super().add_param_group(param_group)
 
     def group_of(self) -> dict[int, int]:
         """The index of the parameter group of each placeholder, by id."""

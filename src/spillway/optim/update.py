@@ -19,7 +19,7 @@ _TYPES = {
     torch.uint8: native.EIGHT_BIT,
 }
 # Elements at a time with PyTorch's operators; each is a launch of a kernel.
-_BLOCKS = {"cpu": 1 << 20, "cuda": 1 << 22}
+_BLOCKS = {"cpu": 1 << 20, "cuda": 1 << 20}
 _RULES = {"adamw": native.ADAMW, "lion": native.LION, "sgd": native.SGD}
 
 

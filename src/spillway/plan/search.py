@@ -382,7 +382,7 @@ def _notes(model: ModelProfile, candidate: Candidate, request: PlanRequest) -> t
             "--save-steps, and a crash loses the optimizer states"
         )
     elif request.has_store and any(where.states in ("host", "device") for where in placement.units):
-        notes.append("optimizer states rest in memory: saved points are --save-steps apart")
+        notes.append("some optimizer states rest in memory: saved points are --save-steps apart")
     if any(where.grads == "disk" for where in placement.units if where.states != "none"):
         notes.append("gradients wait on disk for the global norm: more host memory, or no clipping, avoids that")
     pairs = zip(model.calls, placement.acts, strict=True)

@@ -1,7 +1,9 @@
-"""The predicted step as a picture: what every lane does, and what memory it takes."""
+"""Predictions as pictures: a step, what every lane does and what memory it takes; and curves."""
 
 from pathlib import Path
+from typing import Any
 
+from spillway.spec.answers import PlanReport
 from spillway.spec.errors import UsageError
 from spillway.spec.plan import LANES
 from spillway.spec.trace import Trace
@@ -11,13 +13,9 @@ _COLOURS = {"weight": "tab:blue", "grad": "tab:orange", "state": "tab:green", "a
 
 def draw_step(path: Path, trace: Trace, curves: dict[str, list[tuple[float, int]]], title: str) -> None:
     """A PNG (or whatever the suffix says). Raises UsageError where matplotlib is not installed."""
-    try:
-        from matplotlib import pyplot
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise UsageError(
-            f"drawing {path} needs matplotlib: pip install matplotlib, or give a name ending in .json"
-        ) from error
+    pyplot = _pyplot(path)
+    from matplotlib.patches import Patch
+
     lanes = [lane for lane in LANES if any(span.lane == lane for span in trace.spans)]
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(12, 7), sharex=True, height_ratios=(2, 1))
     for row, lane in enumerate(lanes):
@@ -40,3 +38,32 @@ def draw_step(path: Path, trace: Trace, curves: dict[str, list[tuple[float, int]
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def draw_sweep(path: Path, points: list[tuple[str, PlanReport]], title: str) -> None:
+    """Tokens per second along the axis, with the bottleneck of each point; what does not fit has none. Raises
+    UsageError where matplotlib is not installed."""
+    pyplot = _pyplot(path)
+    figure, panel = pyplot.subplots(figsize=(9, 5))
+    fitting = [(place, report) for place, (_, report) in enumerate(points) if report.fits]
+    panel.plot([place for place, _ in fitting], [report.tokens_per_s for _, report in fitting], marker="o")
+    for place, report in fitting:
+        panel.annotate(report.bottleneck, (place, report.tokens_per_s), textcoords="offset points", xytext=(0, 8))
+    panel.set_xticks(range(len(points)), [at if report.fits else f"{at}\ndoes not fit" for at, report in points])
+    panel.set_ylim(bottom=0)
+    panel.margins(y=0.15)
+    panel.set_ylabel("tokens per second")
+    panel.set_title(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _pyplot(path: Path) -> Any:
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise UsageError(
+            f"drawing {path} needs matplotlib: pip install matplotlib, or leave the picture out"
+        ) from error
+    return pyplot

@@ -10,7 +10,9 @@ from spillway.spec.sizes import format_seconds, format_size
 
 def print_report(console: Console, report: PlanReport) -> None:
     """The answer of `spillway plan`."""
-    console.print(f"{report.model}: {report.num_params / 1e9:.2f}B parameters on {report.machine}")
+    params = report.num_params
+    count = f"{params / 1e9:.2f}B" if params >= 1e8 else f"{params / 1e6:.1f}M"
+    console.print(f"{report.model}: {count} parameters on {report.machine}")
     if not report.fits:
         for item in report.helps:
             console.print(f"it would fit with {item.change}")

@@ -59,7 +59,7 @@ class CpuDevice:
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A uint8 buffer of whole pages: what rests there is written to the drives from where it is."""
-        pages = torch.empty(num_bytes + PAGE, dtype=torch.uint8)
+        pages = torch.empty(num_bytes + PAGE, dtype=torch.uint8, device="cpu")
         start = -pages.data_ptr() % PAGE
         return pages[start : start + num_bytes]
 
@@ -116,9 +116,12 @@ class CudaDevice:
         self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in _STREAM_LANES}
         self._pinned: dict[int, int] = {}  # address -> bytes
         self._rings: dict[str, list[torch.Tensor]] = {}
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """A uint8 buffer on the GPU."""
+        """A uint8 buffer on the GPU. Not cut out of what is kept of others: that could not be given back then, and the
+        budget would be overrun."""
+        torch.cuda.empty_cache()
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def pin(self, buffer: torch.Tensor) -> Callable[[], None]:
@@ -233,7 +236,8 @@ class CudaDevice:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def peak_bytes(self) -> int:
-        """What PyTorch's allocator had reserved at most."""
+        """What PyTorch's allocator had reserved at most since the device was opened: without the driver's own context,
+        some hundred MB that are gone before anything is planned."""
         return torch.cuda.max_memory_reserved(self.torch_device)
 
 

@@ -91,7 +91,10 @@ class Engine:
     def start(self, ops: tuple[Op, ...], step: StepState) -> None:
         """Begin a list."""
         self.worker.pools, self.worker.step = self.store.pools, step
-        self.pools.fence(self.device.mark())
+        begun = self.device.mark()
+        self.pools.fence(begun)
+        if step.late is not None:  # may change what rests on the device, which a forward before may still be reading
+            self.device.settle([begun])
         self.executor.start(ops, self.pools)
 
     @property

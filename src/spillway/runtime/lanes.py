@@ -121,7 +121,8 @@ class LaneWorker:
         invariant(source is not None and target is not None, f"unit {op.unit} has no weights to upload")
         if source is not None and target is not None:
             size = home.layout.weight_bytes
-            self.step.in_place |= op.target == HOME and not op.late
+            if op.target == HOME and not op.late:
+                self.step.in_place = True
             self._device.copy("upload", target[:size], source[:size])
 
     # Activations #
@@ -292,7 +293,8 @@ class LaneWorker:
     def _apply(self, op: Op, home: UnitHome, due: Due, arrays: StateRange) -> None:
         if home.weight is not None or home.state is not None:
             self._homes.before_change(op.unit)
-            self.step.in_place |= not op.late and not self.step.may_take_back
+            if not op.late and not self.step.may_take_back:
+                self.step.in_place = True
         for start, stop, group in self._segments[op.unit]:
             begin, end = max(start, op.start), min(stop, op.stop)
             if begin < end:
@@ -303,7 +305,8 @@ class LaneWorker:
     def _write_state(self, op: Op, home: UnitHome) -> None:
         if self._skips(op):
             return
-        self.step.in_place |= home.in_place and not op.late
+        if home.in_place and not op.late:
+            self.step.in_place = True
         moves = SlabRange(home, op.start, op.stop).writes(self._buffer(op.source))
         self._homes.need_disk().write_all(self._homes.write_engine, moves)
 

@@ -92,6 +92,7 @@ class Schedules:
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
         """The schedule for batches like this one. Raises UsageError and PlanInfeasible."""
+        self._refuse_other_device((args, kwargs))
         seen = tuple(look.read(args, kwargs) for look in self.looks)
         signature = (_signature((args, kwargs)), seen)
         known = self._known.get(signature)
@@ -144,6 +145,15 @@ class Schedules:
                 ) from error
             calls, grown = self._try(lambda: self._profile_real(args, kwargs)), None
         return calls, shapes_of(calls, grown, rows, self._micro_batch)
+
+    def _refuse_other_device(self, batch: Any) -> None:
+        """Raise UsageError for a batch that is not where it is computed. (A number in a tensor may be.)"""
+        for tensor in _tensors(batch):
+            if tensor.device.type != self._device.type and tensor.dim():
+                raise UsageError(
+                    f"a tensor of the batch (shape {tuple(tensor.shape)}) is on {tensor.device} and the model computes "
+                    f"on {self._device}: move the batch there first"
+                )
 
     def _try(self, profile: Callable[[], list[CallRecord]]) -> list[CallRecord]:
         for attempt in self.trials:

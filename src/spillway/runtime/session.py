@@ -125,7 +125,7 @@ class Session:
         """Give the model its own forwards and parameters back: nothing was stored yet."""
         for hook in self._hooks:
             hook.remove()
-        for undo in self.on_undo:
+        for undo in reversed(self.on_undo):
             undo()
         stand_down(self.units, params)
 
@@ -170,6 +170,7 @@ class Session:
         if not any(unit.layout.num_trainable for unit in self.units):
             raise UsageError("this model streams for forwards alone: call it under torch.no_grad()")
         self.rounds.refuse_more()
+        self._refuse_other_trained()
         self._experts.end()
         self.settle()
         self.rest.refuse_half_done()
@@ -195,6 +196,16 @@ class Session:
         self._in_forward = True
         self._await_resident()
         bind_residents(self.units, self.store.homes, with_grads=True)
+
+    def _refuse_other_trained(self) -> None:
+        """Raise UsageError where the user froze or freed a parameter since: nothing would come of it."""
+        for unit in self.units:
+            for place in unit.layout.places:
+                if self.placeholders[place.name].requires_grad != place.trainable:
+                    raise UsageError(
+                        f"requires_grad of {place.name} was changed after prepare, which has laid out what is trained: "
+                        f"change it before"
+                    )
 
     def _await_resident(self) -> None:
         """Parameters outside any unit, as the last step left them."""

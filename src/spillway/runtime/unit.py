@@ -19,6 +19,7 @@ from spillway.runtime.calls import (
     run_forward,
     run_kept_backward,
 )
+from spillway.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from spillway.runtime.session import Session
@@ -122,6 +123,11 @@ class _UnitFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        if ctx.step is None:
+            raise UsageError(
+                "backward ran a second time over one forward (retain_graph=True?), whose activations were given back: "
+                "add the losses up and call backward once"
+            )
         session, step_number, index, call, replay, graph, tape, kept, needs_grad = ctx.step
         session.check_current(step_number)
         shape, device = session.shape(index), session.device.torch_device

@@ -64,6 +64,10 @@ class SkippedStep(UserWarning):
     """An optimizer step was not made, for its gradients were not finite."""
 
 
+class NothingSaved(UserWarning):
+    """Training was to go on from a saved point and there is none: it starts anew."""
+
+
 class BudgetWarning(UserWarning):
     """A budget was cut to what the machine has."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from spillway.spec.errors import UsageError
 from spillway.spec.plan import ACTIVATIONS, TIERS, UPDATE_MODES
-from spillway.spec.sizes import parse_size
+from spillway.spec.sizes import format_size, parse_size
 from spillway.spec.state import CLIP_BY
 
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -124,6 +124,10 @@ class TrainOptions:
             raise UsageError("--max-steps must be more than 0, or left out for whole epochs")
         if self.seed < 0:
             raise UsageError(f"--seed must not be negative, as {self.seed} is")
+        if self.weight_decay < 0:
+            raise UsageError(f"--weight-decay must not be negative, as {self.weight_decay} is")
+        if self.master_bits == 24 and self.dtype != "bfloat16":
+            raise UsageError(f"--master-bits 24 is for bfloat16 weights, not for {self.dtype}")
         if self.max_grad_norm < 0:
             raise UsageError(f"--max-grad-norm must be more than 0, or 0 for no clipping, not {self.max_grad_norm}")
         scale = self.fixed_loss_scale
@@ -156,4 +160,5 @@ def _check_size(name: str, text: str | None) -> None:
     except ValueError as error:
         raise UsageError(f"{flag}: {error}") from error
     if size < _SMALLEST_BUDGET:
-        raise UsageError(f"{flag} {text} is {size} bytes: write a unit, for example {text.strip()}GB")
+        hint = f": write a unit, for example {text.strip()}GB" if text.strip().isdigit() and size else ""
+        raise UsageError(f"{flag} {text} is {format_size(size)}, less than anything can be done with{hint}")

@@ -113,7 +113,7 @@ def _regions(layout: UnitLayout) -> tuple[_Region, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _of_zeros(num_bytes: int) -> int:
-    zeros = torch.zeros(num_bytes, dtype=torch.uint8)
+    zeros = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     value = array("I", [0])
     native.checksum(zeros.data_ptr(), num_bytes, num_bytes, num_bytes, value, 0, 1)
     return value[0]

@@ -67,6 +67,11 @@ def _refuse_lost_store(directory: Path, store: Path, reporter: Reporter) -> None
             f"{directory} had step {saved} saved and {store} holds no saved point: is its drive mounted? To start "
             f"over, remove {directory}"
         )
+    if steps and (directory / "model" / "config.json").exists():
+        raise UsageError(
+            f"{directory / 'model'} is what {steps} steps without saved points have made (--save-total-limit 0), and "
+            f"nothing can go on from there: to start over choose another --output-dir, or remove this one"
+        )
     if steps:
         reporter.say(f"warning: the {steps} steps in {directory} were never saved: starting over")
 

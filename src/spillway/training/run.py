@@ -41,7 +41,8 @@ def train(options: TrainOptions, reporter: Reporter, origins: dict[str, str] | N
         progress = Progress()
         if training.is_resumed:
             progress = Progress.of(training.parts.points, training.directory)
-            reporter.say(f"going on after step {progress.step} of {training.total}")
+            if progress.step < training.total:
+                reporter.say(f"going on after step {progress.step} of {training.total}")
         telling = Telling(training, progress, reporter, watch)
         telling.tell_plan()
         return _Run(training, progress, telling, reporter).train(stop)
@@ -75,7 +76,8 @@ class _Run:
         training, progress = self._training, self._progress
         if progress.step >= training.total and (training.output / "config.json").exists():
             self._reporter.say(
-                f"all {progress.step} steps were done before: more --max-steps or epochs go on from there"
+                f"{progress.step} steps were made before and {training.total} are asked for: more --max-steps or "
+                f"epochs go on from there"
             )
             return self._telling.summarize()
         metrics = MetricsFile(training.directory / "metrics.jsonl", progress.step, progress.last)
@@ -203,9 +205,9 @@ class _Run:
         """Stop, saved, where a drive has been written as much as the user wants it to be."""
         if self._options.max_writes is None:
             return
-        path, written = max(self._telling.written().items(), key=lambda item: item[1])
-        if written >= parse_size(self._options.max_writes):
-            self._save_point()
+        if max(self._telling.written().values()) >= parse_size(self._options.max_writes):
+            self._save_point()  # which may write the step's updates
+            path, written = max(self._telling.written().items(), key=lambda item: item[1])
             raise DiskError(
                 f"stopped after step {self._progress.step} of {self._training.total}, which is saved: this run has "
                 f"written {format_size(written)} to {path}, all that --max-writes allows; raise it and the same "

@@ -52,7 +52,7 @@ class Telling:
     def tell_plan(self) -> None:
         """Print it and write plan.json and config.json."""
         training, reporter, plan = self._training, self._reporter, self._training.plan
-        left = training.total - self._progress.step
+        left = max(training.total - self._progress.step, 0)
         print_plan(reporter.console, plan, training.parts.budget, self._kind, training.state_bytes, left)
         homes = training.session.store.homes
         how = "O_DIRECT" if homes.need_disk().direct else "page cache"
@@ -124,7 +124,8 @@ class Telling:
         if plan.wary_ops and wary:
             self._refined_step = simulate(plan.wary_ops, plan.pools, seen).seconds
         before = self._predicted()
-        if abs(self._refined_step - before) <= _WORTH_TELLING * before:
+        difference = abs(self._refined_step - before)
+        if difference <= max(_WORTH_TELLING * before, _TELLING_SECONDS):
             return
         ratios = {lane: getattr(seen, name) / getattr(planned, name) for lane, name in RATES.items()}
         off = ", ".join(

@@ -1,0 +1,5 @@
+"""`python -m spillway`."""
+
+from spillway.cli.main import main
+
+main()
