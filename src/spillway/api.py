@@ -96,8 +96,8 @@ def prepare(
     checked now, otherwise at the first forward. `resume`: go on from the last saved point in `store`, or in the
     directory given; budgets, device and drives may differ from those of the run that saved it. `num_steps` of the
     optimizer then tells how many steps lie behind; the learning rate is the one given here, so let a scheduler go on
-    from there. Where `store` holds no saved point training starts anew, with a NothingSaved warning. `keep`: how many saved
-    points stay, and whether they are also made where states rest in memory.
+    from there. Where `store` holds no saved point training starts anew, with a NothingSaved warning. `keep`: how
+    many saved points stay, and whether they are also made where states rest in memory.
 
     Returns the same model, and the optimizer. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
     """

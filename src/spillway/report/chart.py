@@ -48,10 +48,11 @@ def draw_sweep(path: Path, points: list[tuple[str, PlanReport]], title: str) -> 
     fitting = [(place, report) for place, (_, report) in enumerate(points) if report.fits]
     panel.plot([place for place, _ in fitting], [report.tokens_per_s for _, report in fitting], marker="o")
     for place, report in fitting:
-        panel.annotate(report.bottleneck, (place, report.tokens_per_s), textcoords="offset points", xytext=(0, 8))
+        at = (place, report.tokens_per_s)
+        panel.annotate(report.bottleneck, at, textcoords="offset points", xytext=(0, 8), ha="center", fontsize=9)
     panel.set_xticks(range(len(points)), [at if report.fits else f"{at}\ndoes not fit" for at, report in points])
-    panel.set_ylim(bottom=0)
     panel.margins(y=0.15)
+    panel.set_ylim(bottom=0)
     panel.set_ylabel("tokens per second")
     panel.set_title(title)
     figure.tight_layout()
