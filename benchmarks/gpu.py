@@ -1,7 +1,8 @@
 """On a GPU: share of what the GPU can do, ours beside the field, and what each choice of the plan is worth.
 
     python benchmarks/gpu.py PART ... [--device-memory 24GB] [--host-memory 64GB] [--disk-memory 58GB]
-                             [--directory DIR] [--minutes 8.5] [--deepspeed PYTHON] [--out benchmarks/results] [--check]
+                             [--directory DIR] [--minutes 8.5] [--only TEXT ...] [--deepspeed PYTHON]
+                             [--out benchmarks/results] [--check]
 
 Parts, each within --minutes:
     1b 8b 13b 30b   ours at several numbers of rows of 1,024 tokens, beside the ideal: forward and backward of two
@@ -15,7 +16,9 @@ Parts, each within --minutes:
     smoke           a tiny model through every worker, for a machine without a GPU too (--device cpu)
 
 Random weights are made on the device: nothing is downloaded. Every case is a fresh process; one that fails or takes too
-long is shown as such, with its last words. Results are written after every case to OUT/gpu-PART.json. `--deepspeed` is
+long is shown as such, with its last words; `--only` runs the cases of a part whose label holds one of these texts, in
+all of its time, and keeps what the file has of the others (peers-8b needs that where making 8 billion weights takes
+minutes). Results are written after every case to OUT/gpu-PART.json. `--deepspeed` is
 the interpreter of an environment that has it (by default this one). Targets (--check): at 8b 0.90 of the ideal, 2.3x
 ZeRO-Offload and 3.5x ZeRO-Infinity at equal rows; 13b and 30b train at all.
 """
@@ -263,6 +266,14 @@ def machine(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measured_before(file: Path, cases: list[Case]) -> list[Result]:
+    """What the file holds of other cases than these."""
+    if not file.exists():
+        return []
+    known = [Result(**{**row, "case": Case(**row["case"])}) for row in json.loads(file.read_text())["results"]]
+    return [result for result in known if result.case not in cases]
+
+
 def main() -> int:
     """Run the parts, print and save what was found."""
     parser = parser_of(__doc__)
@@ -273,12 +284,14 @@ def main() -> int:
     parser.add_argument("--disk-memory", default="58GB")
     parser.add_argument("--directory", type=Path, default=Path("gpu-benchmark"))
     parser.add_argument("--minutes", type=float, default=8.5, help="for each part")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT")
     parser.add_argument("--deepspeed", default=sys.executable)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
     missed, everything = [], {}
     for part in given.parts:
-        cases, results, end = PARTS[part](), [], time.monotonic() + 60 * given.minutes
+        cases = [case for case in PARTS[part]() if any(text in case.label for text in given.only)]
+        results, end = measured_before(given.out / f"gpu-{part}.json", cases), time.monotonic() + 60 * given.minutes
         for index, case in enumerate(cases):
             left = end - time.monotonic()
             results.append(run(case, max(left / (len(cases) - index) / _GIVEN_UP, 10.0), given))

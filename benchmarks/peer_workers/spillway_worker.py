@@ -1,6 +1,7 @@
 """Ours: `spillway_worker.py MODEL STORE ROWS LENGTH STEPS PLACE MOMENTS [MEMORY] [DISK]`.
 
-PLACE is that of weights and of states (host,disk), or of both (disk); MOMENTS float32, 8bit or 8bit-24 (24-bit masters, too); MEMORY and DISK in bytes.
+PLACE is that of weights and of states (host,disk), or of both (disk); MOMENTS float32, 8bit or 8bit-24 (24-bit masters,
+too); MEMORY and DISK in bytes.
 """
 
 import sys

@@ -85,7 +85,8 @@ def prepare(
 ) -> tuple[nn.Module, StreamingOptimizer]:
     """Let `model` train within the given memory; the loop around it stays as it is.
 
-    `model`: from `load`, or any nn.Module in memory (its parameters then move into the store). `store`: one or more
+    `model`: from `load`, or any nn.Module in memory (its parameters then move into the store; build it on the CPU, for
+    what it takes of the GPU by then counts as taken). `store`: one or more
     directories on fast drives; without any, everything rests in host memory. Memory sizes as people write them
     ("24GB"); by default what is free. `micro_batch`: rows computed at a time inside each unit. `update`: "auto",
     "serial", "overlap-naive", "overlap" or "deferred". `activations`: "auto", "recompute", "tape" (outputs of matrix

@@ -50,6 +50,12 @@ class Device(Protocol):
     def peak_bytes(self) -> int:
         """Most bytes the process has held on the device; 0 where that is host memory and counted there."""
 
+    def trim(self) -> None:
+        """Give back host memory that was freed by what computed and is still held."""
+
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
 
 class CpuDevice:
     """The CPU as the device: lanes are threads, slots are ordinary memory within the device budget."""
@@ -96,6 +102,11 @@ class CpuDevice:
     def peak_bytes(self) -> int:
         """Counted as host memory."""
         return 0
+
+    def trim(self) -> None:
+        """The holes in the heap, as far as the C library can (glibc)."""
+        if _malloc_trim is not None:
+            _malloc_trim(0)
 
 
 # Of a ring that copies go through where the buffer itself cannot be pinned; two chunks, so that the processor fills one
@@ -239,6 +250,9 @@ class CudaDevice:
         """What PyTorch's allocator had reserved at most since the device was opened: without the driver's own context,
         some hundred MB that are gone before anything is planned."""
         return torch.cuda.max_memory_reserved(self.torch_device)
+
+    def trim(self) -> None:
+        """Nothing that computes is in host memory."""
 
 
 def _pass(stream: torch.cuda.Stream) -> None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from spillway.hardware.limits import process_bytes
 from spillway.model.binding import bound
 from spillway.model.units import Unit
 from spillway.runtime.device import Device
@@ -145,6 +146,7 @@ class Engine:
     def computing(self, op: Op) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor], Gradients | None]]:
         """One compute operation: its unit is in its slot and bound (both are given), in backward with where its
         gradients go; afterwards the slot is free for the next."""
+        self._make_room(op)
         begun = self.executor.begin_compute(op)
         gradients = self._open_gradients(op) if op.kind == "BACKWARD" and op.target else None
         unit, home = self.units[op.unit], self.store.homes.units[op.unit].device_weight
@@ -160,6 +162,16 @@ class Engine:
         if gradients is not None:
             gradients.finish()
         self.executor.end_compute(op, begun)
+
+    def _make_room(self, op: Op) -> None:
+        """What blocks have freed lies in the heap; logits are so large that they are mapped beside it. Given back where
+        the plan's peak would be passed, for it is not free: it comes back page by page."""
+        schedule = self.in_force
+        call = schedule.profile.calls[op.call] if 0 <= op.call < len(schedule.profile.calls) else None
+        if call is None or call.kind != "LOSS":
+            return
+        if process_bytes() + call.work_bytes > schedule.plan.peaks.host:
+            self.device.trim()
 
     def _open_gradients(self, op: Op) -> Gradients:
         """Where the unit's gradients are summed: fresh at the first call of this backward, or, where they stay on the
