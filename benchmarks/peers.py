@@ -6,11 +6,11 @@
 
 On a machine without a GPU: DeepSpeed ZeRO-3 on its CPU accelerator (Infinity: parameters and optimizer on NVMe;
 Offload: in host memory), plain PyTorch in memory, and ours with everything on disk, with 16-bit weights in host memory,
-with everything there, and with whatever our planner makes of the memory that ZeRO-Infinity took. A 128M-parameter Llama,
-rows of 256 tokens, bfloat16 with fp32 masters, clipping at 1. The others run with recomputation and without. The peers' environment is made
-by pip where `--peers` does not give the interpreter of one. The drive is throttled through cgroup v1 where that can be
-written. A system that fails is shown as failed. `--add` keeps what the JSON file holds of other batches;
-`--only` runs the systems whose name holds one of these texts.
+with everything there, and with whatever our planner makes of the memory that ZeRO-Infinity took. A 128M-parameter
+Llama, rows of 256 tokens, bfloat16 with fp32 masters, clipping at 1. The others run with recomputation and without. The
+peers' environment is made by pip where `--peers` does not give the interpreter of one. The drive is throttled through
+cgroup v1 where that can be written. A system that fails is shown as failed. `--add` keeps what the JSON file holds of
+other batches; `--only` runs the systems whose name holds one of these texts.
 benchmarks/largest.py compares the largest models.
 """
 
