@@ -35,7 +35,7 @@ def export(
 ) -> ExportSummary:
     """Write a saved point (the newest, or that of `step`) as a Hugging Face directory with config and tokenizer.
     `dtype`: bfloat16, float16 or float32; by default what the run computes in. What is written is checked first.
-    `overwrite`: also where something is, but for the run and its model.
+    `overwrite`: also where a model is, but for the one that the run started from.
 
     Raises UsageError for a wrong choice, DiskError for damage or want of room.
     """
@@ -79,8 +79,8 @@ def _refuse_used(output: Path, run: Path, source: Path, overwrite: bool) -> None
         raise UsageError(f"{output} is {what}: choose another directory")
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} is a file: choose a directory")
-    if output.exists() and any(output.iterdir()) and not overwrite:
-        raise UsageError(f"{output} is not empty: choose another directory, or give --overwrite")
+    if (output / "config.json").exists() and not overwrite:
+        raise UsageError(f"{output} holds a model or a run: choose another directory, or give --overwrite")
 
 
 def _choose(saved: SavedRun, step: int | None) -> Manifest:

@@ -86,6 +86,8 @@ class TrainerMixin:
         placement: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if not hasattr(transformers.Trainer, "_init_training_state"):
+            raise UsageError(f"spillway.Trainer needs transformers 5.5 or newer: this is {transformers.__version__}")
         self._store = store
         self._where: dict[str, Any] = {
             "device_memory": device_memory,
