@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArgument
 import spillway
 from models import VOCAB, gpt2, llama
 from spillway.api import read_parameters
+from spillway.trainer import rule_of
 
 DISK = {"weights": "disk", "states": "disk"}
 
@@ -157,6 +158,21 @@ def test_the_rule_given_takes_the_place_of_the_arguments(tmp_path: Path) -> None
 def test_arguments_that_cannot_be_followed_are_refused(more: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(spillway.UsageError, match=text):
         spillway.Trainer(model=llama(), args=arguments(tmp_path, **more), eval_dataset=samples(2))
+
+
+@pytest.mark.parametrize(
+    ("optim", "rule"),
+    [
+        ("adamw_torch_fused", spillway.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=None)),
+        (
+            "paged_lion_8bit",
+            spillway.Lion(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=None, moments="8bit"),
+        ),
+        ("sgd", spillway.SGD(lr=1e-3, momentum=0.0, weight_decay=0.1, max_grad_norm=None)),
+    ],
+)
+def test_the_arguments_say_what_the_optimizer_is(optim: str, rule: object, tmp_path: Path) -> None:
+    assert rule_of(arguments(tmp_path, optim=optim, adam_beta2=0.95, max_grad_norm=0.0)) == rule
 
 
 def test_an_optimizer_there_is_not_is_refused_with_those_there_are(tmp_path: Path) -> None:

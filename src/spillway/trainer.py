@@ -11,9 +11,10 @@ from torch import nn
 
 from spillway.api import prepare, save_point, save_pretrained
 from spillway.assembly import Prepared, prepared
-from spillway.optim.config import NAMED, SGD, AdamW, Lion, Rule
+from spillway.optim.config import Rule, settings_of
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.spec.errors import UsageError
+from spillway.spec.options import TrainOptions
 
 # What the optimizers of TrainingArguments are called here.
 _OPTIMIZERS = {
@@ -243,20 +244,18 @@ def rule_of(args: transformers.TrainingArguments) -> Rule:
     asked = str(getattr(args.optim, "value", args.optim))
     if asked not in _OPTIMIZERS:
         raise UsageError(f"TrainingArguments(optim={asked!r}) cannot stream: choose one of {', '.join(_OPTIMIZERS)}")
-    kind, moments = NAMED[_OPTIMIZERS[asked]]
-    clip = args.max_grad_norm if args.max_grad_norm else None
-    if kind is SGD:
-        return SGD(lr=args.learning_rate, momentum=0.0, weight_decay=args.weight_decay, max_grad_norm=clip)
-    betas = (args.adam_beta1, args.adam_beta2)
-    if kind is Lion:
-        return Lion(
-            lr=args.learning_rate, betas=betas, weight_decay=args.weight_decay, max_grad_norm=clip, moments=moments
+    name = _OPTIMIZERS[asked]
+    return settings_of(
+        TrainOptions(
+            model="",
+            data=(),
+            output_dir="",
+            optim=name,
+            learning_rate=args.learning_rate,
+            weight_decay=args.weight_decay,
+            max_grad_norm=args.max_grad_norm or 0.0,
+            adam_beta1=0.0 if name == "sgd" else args.adam_beta1,  # the trainer's has no momentum
+            adam_beta2=args.adam_beta2,
+            adam_epsilon=args.adam_epsilon,
         )
-    return AdamW(
-        lr=args.learning_rate,
-        betas=betas,
-        eps=args.adam_epsilon,
-        weight_decay=args.weight_decay,
-        max_grad_norm=clip,
-        moments=moments,
     )
