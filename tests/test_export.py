@@ -149,7 +149,9 @@ def test_nothing_that_is_there_is_written_over(
     source, used = trained.parent / "llama", tmp_path / "used"
     used.mkdir()
     (used / "config.json").write_text("{}")
-    for output, text in ((source, "started from"), (trained, "the run itself"), (used, "--overwrite")):
-        assert run(["export", str(trained), str(output)]) == 2
+    assert run(["export", str(trained), str(used)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    for output, text in ((source, "started from"), (trained, "is a run")):
+        assert run(["export", str(trained), str(output), "--overwrite"]) == 2
         assert text in capsys.readouterr().err
     assert run(["verify", str(trained)]) == 0

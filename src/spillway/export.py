@@ -11,7 +11,7 @@ from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.checkpoint.saved import SavedPoint
 from spillway.integrations.huggingface import find_directory, save_config
 from spillway.report.progress import Reporter
-from spillway.rundir import SavedRun, open_run
+from spillway.rundir import SavedRun, is_run, open_run
 from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.sizes import format_size
 from spillway.store.disk import free_bytes
@@ -43,7 +43,7 @@ def export(
     if dtype and wanted is None:
         raise UsageError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}")
     saved = open_run(run)
-    _refuse_used(output, run, find_directory(saved.options.model), overwrite)
+    _refuse_used(output, find_directory(saved.options.model), overwrite)
     manifest = _choose(saved, step)
     need, have = weights_bytes(saved.units, wanted), free_bytes(output)
     if need > have:
@@ -72,15 +72,16 @@ def export(
     return ExportSummary(manifest.step, str(output), dtype or saved.options.dtype, need)
 
 
-def _refuse_used(output: Path, run: Path, source: Path, overwrite: bool) -> None:
-    """Raise UsageError where something would be lost: the run, the model it started from, or another one."""
-    if output.resolve() in (run.resolve(), source.resolve()):
-        what = "the run itself" if output.resolve() == run.resolve() else "the model that the run started from"
-        raise UsageError(f"{output} is {what}: choose another directory")
+def _refuse_used(output: Path, source: Path, overwrite: bool) -> None:
+    """Raise UsageError where something would be lost: a run, the model this one started from, or another model."""
+    if is_run(output):
+        raise UsageError(f"{output} is a run: choose another directory")
+    if output.resolve() == source.resolve():
+        raise UsageError(f"{output} is the model that the run started from: choose another directory")
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} is a file: choose a directory")
     if (output / "config.json").exists() and not overwrite:
-        raise UsageError(f"{output} holds a model or a run: choose another directory, or give --overwrite")
+        raise UsageError(f"{output} holds a model: choose another directory, or give --overwrite")
 
 
 def _choose(saved: SavedRun, step: int | None) -> Manifest:

@@ -50,15 +50,20 @@ def read_options(run: Path) -> TrainOptions:
     return TrainOptions(**kept)
 
 
+def is_run(directory: Path) -> bool:
+    """Whether it is a run's."""
+    try:
+        read_options(directory)
+    except UsageError:
+        return False
+    return True
+
+
 def is_free(run: Path) -> bool:
     """Whether a run may use the directory: new, or a run's already."""
     if not (run / "config.json").exists():
         return not (run / "metrics.jsonl").exists() and not any(run.glob("*.safetensors"))
-    try:
-        read_options(run)
-    except UsageError:
-        return False
-    return True
+    return is_run(run)
 
 
 def note_saved(run: Path, step: int) -> None:
