@@ -407,3 +407,20 @@ def test_a_step_for_which_there_is_no_room_leaves_weights_in_memory_alone(
         step(model, optimizer, 6)
     assert equal(read_parameters(model), before)
     close(model)
+
+
+@pytest.mark.parametrize(("taken", "given_back"), [(0, 0), (1 << 60, 2)])  # the loss, forward and backward
+def test_the_heap_is_given_back_before_logits_where_the_peak_would_be_passed(
+    taken: int, given_back: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr("spillway.runtime.engine.process_bytes", lambda: taken)
+    monkeypatch.setattr("spillway.runtime.device.CpuDevice.trim", lambda self: trims.append(1))
+    model, optimizer = spillway.prepare(models.llama(), spillway.AdamW(lr=1e-3), device="cpu")
+    with torch.no_grad():
+        model(**models.batch("llama", 0))
+    assert not trims
+    model(**models.batch("llama", 0)).loss.backward()
+    optimizer.step()
+    close(model)
+    assert len(trims) == given_back

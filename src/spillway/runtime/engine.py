@@ -164,13 +164,13 @@ class Engine:
         self.executor.end_compute(op, begun)
 
     def _make_room(self, op: Op) -> None:
-        """What blocks have freed lies in the heap; logits are so large that they are mapped beside it. Given back where
-        the plan's peak would be passed, for it is not free: it comes back page by page."""
+        """Before logits, forward or backward. What blocks have freed lies in the heap; logits are so large that they
+        are mapped beside it. Given back where the plan's peak would be passed, for it is not free: it comes back page
+        by page."""
         schedule = self.in_force
-        call = schedule.profile.calls[op.call] if 0 <= op.call < len(schedule.profile.calls) else None
-        if call is None or call.kind != "LOSS":
+        if op.kind == "FORWARD" or schedule.profile.calls[op.call].kind != "LOSS":
             return
-        if process_bytes() + call.work_bytes > schedule.plan.peaks.host:
+        if process_bytes() + schedule.profile.calls[op.call].work_bytes > schedule.plan.peaks.host:
             self.device.trim()
 
     def _open_gradients(self, op: Op) -> Gradients:

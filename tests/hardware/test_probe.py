@@ -1,0 +1,46 @@
+"""Measuring takes no more than there is."""
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from spillway.hardware import probe
+from spillway.native import DiskEngine
+from spillway.spec.state import EXACT
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_on_a_drive_that_is_nearly_full_a_quarter_of_what_is_free_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest = []
+    run = DiskEngine.run
+
+    def note(self: DiskEngine, transfers: list, is_write: bool) -> None:
+        largest.append(sum(transfer.num_bytes for transfer in transfers))
+        run(self, transfers, is_write)
+
+    monkeypatch.setattr(DiskEngine, "run", note)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 30, (1 << 30) - (16 << 20), 16 << 20))
+    probe.measure(torch.device("cpu"), torch.float32, (tmp_path,), 16, 64, EXACT, 1 << 30, 1 << 30)
+    assert 0 < max(largest) <= 4 << 20
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_block_that_is_measured_fits_the_room_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def note(device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> float:
+        asked.append((rows, hidden))
+        return 1.0
+
+    monkeypatch.setattr(probe, "block_flops", note)
+    for room in (1 << 22, 1 << 24, 1 << 34):
+        probe.measure(torch.device("cpu"), torch.bfloat16, (), 1024, 1536, EXACT, 1 << 34, room)
+    (few, narrow), (more, wider), most = asked
+    assert few < more <= most[0] == 1024 and narrow < wider < most[1] == 1536
+    assert few * narrow * 2 * 32 <= 1 << 22
