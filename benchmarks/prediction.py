@@ -4,8 +4,8 @@
 
 The demo's 128M-parameter Llama, trained through the command line in fresh processes on the CPU, each case twice: what
 the first run showed of the machine is what the second one is planned with. Each run also predicts its step anew after
-three steps. Where cgroup v1 can be written (as root) two cases throttle the
-drive. `--only` runs the cases whose name holds one of these texts. Targets, for the first prediction: step time within 10 %, peak host memory within 5 %.
+three steps. Where cgroup v1 can be written (as root) two cases throttle the drive. `--only` runs the cases whose name
+holds one of these texts. Targets, for the first prediction: step time within 10 %, peak host memory within 5 %.
 """
 
 import json
