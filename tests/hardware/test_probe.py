@@ -14,6 +14,12 @@ from spillway.spec.state import EXACT
 Usage = namedtuple("Usage", "total used free")
 
 
+@pytest.fixture(autouse=True)
+def nothing_measured_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests measure, too, once per process."""
+    monkeypatch.setattr(probe, "_measured", {})
+
+
 def test_on_a_drive_that_is_nearly_full_a_quarter_of_what_is_free_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
