@@ -11,7 +11,8 @@ from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.checkpoint.saved import SavedPoint
 from spillway.integrations.huggingface import find_directory, save_config
 from spillway.report.progress import Reporter
-from spillway.rundir import SavedRun, is_run, open_run
+from spillway.rundir import is_run
+from spillway.saved_run import SavedRun, open_run
 from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.sizes import format_size
 from spillway.store.disk import free_bytes

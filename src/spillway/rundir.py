@@ -1,35 +1,19 @@
-"""What a run directory says about its run."""
+"""What a run directory says about its run, without a look at its model."""
 
 import hashlib
 import json
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from spillway.api import as_dtype, load
-from spillway.checkpoint.points import fingerprint
-from spillway.integrations.huggingface import CAUSAL_LM
-from spillway.model.units import Unit, find_units
-from spillway.optim.config import settings_of, state_format
-from spillway.spec.errors import DiskError, UsageError
+from spillway.report.metrics import read_metrics
+from spillway.spec.errors import UsageError
 from spillway.spec.options import TrainOptions
-from spillway.store.manifest import Manifest, load_manifests, manifest_files
+from spillway.store.manifest import manifest_files
 
+METRICS = "metrics.jsonl"
 _SAVED = "saved-step"
-
-
-@dataclass(frozen=True, slots=True)
-class SavedRun:
-    """A run on disk: how it was started, its model without weights, and its saved points (the newest first)."""
-
-    options: TrainOptions
-    model: nn.Module
-    units: tuple[Unit, ...]
-    points: tuple[Manifest, ...]
-    damaged: tuple[str, ...]  # saved points that cannot be read, and why
 
 
 def read_options(run: Path) -> TrainOptions:
@@ -50,6 +34,24 @@ def read_options(run: Path) -> TrainOptions:
     return TrainOptions(**kept)
 
 
+def read_plan(run: Path) -> dict[str, Any]:
+    """The plan.json of a run as it stands there. Raises UsageError where there is none that can be read."""
+    path = run / "plan.json"
+    try:
+        plan: dict[str, Any] = json.loads(path.read_text())
+        return plan
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read ({error}): the run has not begun to train") from error
+
+
+def read_steps(run: Path) -> list[dict[str, Any]]:
+    """The metrics of every step a run has made. Raises UsageError where it has made none."""
+    rows = read_metrics(run / METRICS)
+    if not rows:
+        raise UsageError(f"{run} has made no step yet: {run / METRICS} is empty or not there")
+    return rows
+
+
 def is_run(directory: Path) -> bool:
     """Whether it is a run's."""
     try:
@@ -62,7 +64,7 @@ def is_run(directory: Path) -> bool:
 def is_free(run: Path) -> bool:
     """Whether a run may use the directory: new, or a run's already."""
     if not (run / "config.json").exists():
-        return not (run / "metrics.jsonl").exists() and not any(run.glob("*.safetensors"))
+        return not (run / METRICS).exists() and not any(run.glob("*.safetensors"))
     return is_run(run)
 
 
@@ -81,19 +83,7 @@ def saved_step(run: Path) -> int:
 
 def losses_shown(run: Path, last_step: int | None = None) -> list[float]:
     """The loss of every step in the metrics of a run, up to `last_step`."""
-    try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break  # cut off by a crash
-        if last_step is None or row["step"] <= last_step:
-            found.append(float(row["loss"]))
-    return found
+    return [row["loss"] for row in read_metrics(run / METRICS) if last_step is None or row["step"] <= last_step]
 
 
 def store_directories(options: TrainOptions, run: Path) -> tuple[Path, ...]:
@@ -113,26 +103,3 @@ def where_saved(options: TrainOptions, run: Path) -> Path:
         candidates += store_directories(read_options(run), run)
     candidates.append(run / "store")
     return next((path for path in candidates if manifest_files(path)), candidates[0])
-
-
-def open_run(run: Path) -> SavedRun:
-    """Read a run directory. Raises UsageError where it is none or holds no saved point, DiskError where the saved
-    points are of another model or all damaged."""
-    options = read_options(run)
-    directory = where_saved(options, run)
-    good, bad = load_manifests(directory)
-    if not good and bad:
-        raise DiskError(bad[0])
-    if not good:
-        raise UsageError(f"{run} holds no saved point yet: {directory} is empty")
-    model = load(options.model, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle)
-    units = find_units(model, state_format(settings_of(options)))
-    if good[0].model_fingerprint != fingerprint(units):
-        raise DiskError(f"{directory} was saved from another model than {options.model} now is: bring that model back")
-    return SavedRun(options, model, units, tuple(_located(point, directory) for point in good), tuple(bad))
-
-
-def _located(point: Manifest, directory: Path) -> Manifest:
-    """The saved point with its first part where it was found: the run may have been moved."""
-    geometry = replace(point.geometry, paths=(str(directory.resolve()), *point.geometry.paths[1:]))
-    return replace(point, geometry=geometry) if geometry.files()[0].exists() else point

@@ -20,7 +20,8 @@ from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.optim.config import AdamW, settings_of
 from spillway.optim.update import split_master
 from spillway.report.progress import Reporter
-from spillway.rundir import open_run, read_options
+from spillway.rundir import read_options
+from spillway.saved_run import open_run
 from spillway.spec.errors import DiskError, UsageError, VerificationFailed
 from spillway.spec.options import TrainOptions
 from spillway.spec.sizes import format_size

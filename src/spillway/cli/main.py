@@ -9,6 +9,7 @@ import spillway
 from spillway.cli.data import data_command
 from spillway.cli.export import export_command
 from spillway.cli.plan import doctor_command, plan_command, probe_command
+from spillway.cli.report import report_command
 from spillway.cli.train import train_command
 from spillway.cli.verify import verify_command
 from spillway.spec.errors import SpillwayError
@@ -24,6 +25,7 @@ def cli() -> None:
     spillway plan MODEL                     will it fit, how fast, what would help
     spillway probe, spillway doctor         measure this machine; what is missing or slow
     spillway data DATA... --model MODEL     see what will be trained, before it is
+    spillway report RUN...                  what a run has done so far; several beside each other
     spillway export RUN DIRECTORY           write a saved point as a Hugging Face model
     spillway verify RUN                     check saved points, and the arithmetic against plain PyTorch
 
@@ -37,6 +39,7 @@ cli.add_command(train_command)
 cli.add_command(data_command)
 cli.add_command(export_command)
 cli.add_command(verify_command)
+cli.add_command(report_command)
 cli.add_command(plan_command)
 cli.add_command(probe_command)
 cli.add_command(doctor_command)

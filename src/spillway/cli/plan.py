@@ -1,7 +1,6 @@
 """`spillway plan`, `spillway probe`, `spillway doctor`."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spillway.cli.options import add_options
-from spillway.spec.errors import UsageError
+from spillway.cli.pictures import PICTURES, check_picture
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from spillway.planning import Question
     from spillway.report.progress import Reporter
 
-_PICTURES = (".png", ".svg", ".pdf")
 _KEPT = (
     "store", "device_memory", "host_memory", "disk_memory", "max_length", "per_device_train_batch_size",
     "gradient_accumulation_steps", "max_steps", "num_train_epochs", "optim", "master_bits", "max_grad_norm", "dtype",
@@ -33,7 +31,9 @@ _KEPT = (
 @click.option("--batch-tokens", type=int, metavar="N", help="Tokens a step; rows at a time are chosen.")
 @click.option("--max-size", is_flag=True, help="The largest model of this width that can be trained.")
 @click.option("--sweep", metavar="AXIS", help="A curve over batch, drives, host-memory or swapped (activations).")
-@click.option("--chart", metavar="FILE", help="The predicted step, .json for ui.perfetto.dev or .png; or the --sweep.")
+@click.option(
+    "--chart", metavar="FILE", help="The predicted step, .json (ui.perfetto.dev) or .png; or the --sweep, .png."
+)
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON on standard output.")
 def plan_command(
     model: str,
@@ -66,7 +66,7 @@ def plan_command(
 
     reporter = Reporter()
     if chart is not None:
-        _check_chart(Path(chart))
+        check_picture(Path(chart), PICTURES if sweep is not None else (".json", *PICTURES))
     stores = tuple(values.pop("store")) or (".",)
     options = TrainOptions(model=model, data=data, output_dir="", store=stores, **values)
     if hardware is None:
@@ -97,8 +97,6 @@ def _say_sweep(question: "Question", axis: str, chart: str | None, reporter: "Re
     from spillway.report.chart import draw_sweep
     from spillway.report.plans import print_sweep
 
-    if chart is not None and Path(chart).suffix not in _PICTURES:
-        raise UsageError(f"--chart {chart}: of a --sweep there is a picture, {', '.join(_PICTURES)}, or --json")
     with reporter.counting("planning"):
         points = sweep(question, axis)
     if chart is not None:
@@ -130,14 +128,6 @@ def _say_answer(question: "Question", chart: str | None, reporter: "Reporter", a
         raise PlanInfeasible(report.problem, report.peaks)
 
 
-def _check_chart(path: Path) -> None:
-    """Before anything is planned. Raises UsageError."""
-    if path.suffix not in (".json", *_PICTURES):
-        raise UsageError(f"--chart {path} must end in .json (for ui.perfetto.dev) or {', '.join(_PICTURES)}")
-    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(f"--chart {path} cannot be written: {path.parent} is no directory that can be written to")
-
-
 def _draw(question: "Question", path: Path, reporter: "Reporter") -> None:
     from spillway.planning import picture
     from spillway.report.chart import draw_step
@@ -145,7 +135,7 @@ def _draw(question: "Question", path: Path, reporter: "Reporter") -> None:
     from spillway.spec.sizes import format_size
 
     step = picture(question)
-    if path.suffix in _PICTURES:
+    if path.suffix in PICTURES:
         draw_step(path, step.trace, step.memory, f"{question.options.model} on {question.machine.name}")
     else:
         write_chrome_trace(path, {"predicted": step.trace}, step.unit_names, step.memory)

@@ -1,4 +1,4 @@
-"""Predictions as pictures: a step, what every lane does and what memory it takes; and curves."""
+"""Pictures: a step, what every lane does and what memory it takes; curves of predictions; what runs did."""
 
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,42 @@ def draw_sweep(path: Path, points: list[tuple[str, PlanReport]], title: str) -> 
     panel.set_ylim(bottom=0)
     panel.set_ylabel("tokens per second")
     panel.set_title(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def draw_runs(path: Path, runs: dict[str, list[dict[str, Any]]], busy: dict[str, dict[str, float]]) -> None:
+    """By step: loss (and that of held-out data), gradient norm, tokens per second; and how busy each lane was. `runs`:
+    the metrics of each; `busy`: per run and lane, a share. Raises UsageError where matplotlib is not installed."""
+    pyplot = _pyplot(path)
+    figure, ((loss, norm), (speed, lanes)) = pyplot.subplots(2, 2, figsize=(12, 7))
+    for place, (name, rows) in enumerate(runs.items()):
+        timed = [row for row in rows if "seconds" in row]
+        steps = [row["step"] for row in timed]
+        (line,) = loss.plot([row["step"] for row in rows], [row["loss"] for row in rows], label=name, linewidth=1)
+        held_out = [(row["step"], row["eval_loss"]) for row in timed if row["eval_loss"] is not None]
+        if held_out:
+            label = f"{name}, held-out data"
+            loss.plot(*zip(*held_out, strict=True), marker="o", linestyle="--", color=line.get_color(), label=label)
+        norm.plot(steps, [row["grad_norm"] for row in timed], color=line.get_color(), linewidth=1)
+        pace = [row["tokens"] / row["seconds"] for row in timed]
+        speed.plot(steps, pace, color=line.get_color(), linewidth=1)
+        used = [lane for lane in LANES if lane in busy[name]]
+        heights = [100 * busy[name][lane] for lane in used]
+        width = 0.8 / len(runs)
+        at = [LANES.index(lane) - 0.4 + (place + 0.5) * width for lane in used]
+        lanes.bar(at, heights, width, color=line.get_color())
+    lanes.set_xticks(range(len(LANES)), LANES)
+    norm.set_yscale("log")
+    speed.set_ylim(bottom=0)
+    lanes.set_ylim(0, 100)
+    titles = ("loss", "gradient norm", "tokens per second", "lanes busy, %")
+    for panel, title in zip((loss, norm, speed, lanes), titles, strict=True):
+        panel.set_title(title)
+    for panel in (norm, speed):
+        panel.set_xlabel("step")
+    loss.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

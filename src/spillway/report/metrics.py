@@ -9,6 +9,8 @@ from typing import Any
 from spillway.spec.jsonable import to_json
 from spillway.spec.trace import Trace
 
+_CUT_OFF = 1 << 62  # the step of a line that a crash cut off: after all others
+
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
@@ -28,6 +30,7 @@ class StepMetrics:
     written_bytes: dict[str, int]  # to each drive by this run so far, resumed parts included
     skipped_steps: int = 0  # batches passed over so far, since this start of the run
     eval_loss: float | None = None  # of held-out data, after this step, where it was evaluated
+    total_steps: int = 0  # that the run is to make, as it was then asked for
 
 
 class MetricsFile:
@@ -54,6 +57,17 @@ class MetricsFile:
         self._file.close()
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, one for each step; none where there is no such file. A line that a crash cut off
+    ends them, and that of a step whose run was killed between its commit and its line has few fields."""
+    rows = []
+    for line in _lines(path):
+        if _step_of(line) == _CUT_OFF:
+            break
+        rows.append(json.loads(line))
+    return rows
+
+
 def sum_lanes(traces: list[Trace]) -> tuple[dict[str, float], dict[str, float]]:
     """Busy seconds and moved bytes per lane over the traces of one optimizer step."""
     busy: dict[str, float] = {}
@@ -66,11 +80,14 @@ def sum_lanes(traces: list[Trace]) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+    try:
+        return path.read_text().splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError):
-        return 1 << 62  # a line cut off by a crash
+        return _CUT_OFF

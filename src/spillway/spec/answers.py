@@ -52,6 +52,37 @@ class PlanReport:
 
 
 @dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a run has done so far. Bytes and seconds; figures of a step are of the ordinary one, the median."""
+
+    run: str
+    model: str
+    optim: str
+    update: str
+    steps: int
+    total_steps: int  # that it is to make; 0 where its metrics do not say
+    skipped_steps: int
+    first_loss: float
+    recent_loss: float  # mean of the last steps
+    recent_steps: int
+    held_out: tuple[float, float] | None  # the first and the last loss of held-out data
+    tokens: int  # of all steps
+    tokens_per_s: float
+    step_seconds: float
+    slow_step_seconds: float  # one in twenty takes as long or longer
+    predicted_step_seconds: float
+    predicted_clipped_step_seconds: float  # of one whose gradients are clipped; 0 where it takes no longer
+    seconds: float  # of all steps
+    seconds_left: float  # at the pace of the ordinary step
+    busy_share: dict[str, float]  # per lane
+    read_bytes: float  # a step
+    written_bytes: float  # a step
+    written_in_all: dict[str, int]  # to each drive
+    peaks: dict[str, int]  # per tier
+    predicted_peaks: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing looked at. `fix` is empty where there is nothing to mend."""
 

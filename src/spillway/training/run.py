@@ -16,6 +16,7 @@ from spillway.plan.policies import find_policy
 from spillway.report.metrics import MetricsFile
 from spillway.report.progress import Reporter, StepLine
 from spillway.report.tables import RunSummary
+from spillway.rundir import METRICS
 from spillway.spec.errors import DiskError, Interrupted, NonFinite, SkippedStep
 from spillway.spec.options import TrainOptions
 from spillway.spec.sizes import format_size, parse_size
@@ -80,7 +81,7 @@ class _Run:
                 f"epochs go on from there"
             )
             return self._telling.summarize()
-        metrics = MetricsFile(training.directory / "metrics.jsonl", progress.step, progress.last)
+        metrics = MetricsFile(training.directory / METRICS, progress.step, progress.last)
         try:
             with self._reporter.training(training.total, progress.step) as line:
                 while progress.step < training.total:

@@ -101,6 +101,7 @@ class Telling:
                 self.written(),
                 self._progress.skipped,
                 held_out,
+                self._training.total,
             )
         )
 

@@ -1,0 +1,50 @@
+"""A run as it lies on disk: its options, its model without weights, its saved points."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from spillway.api import as_dtype, load
+from spillway.checkpoint.points import fingerprint
+from spillway.integrations.huggingface import CAUSAL_LM
+from spillway.model.units import Unit, find_units
+from spillway.optim.config import settings_of, state_format
+from spillway.rundir import read_options, where_saved
+from spillway.spec.errors import DiskError, UsageError
+from spillway.spec.options import TrainOptions
+from spillway.store.manifest import Manifest, load_manifests
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A run on disk: how it was started, its model without weights, and its saved points (the newest first)."""
+
+    options: TrainOptions
+    model: nn.Module
+    units: tuple[Unit, ...]
+    points: tuple[Manifest, ...]
+    damaged: tuple[str, ...]  # saved points that cannot be read, and why
+
+
+def open_run(run: Path) -> SavedRun:
+    """Read a run directory. Raises UsageError where it is none or holds no saved point, DiskError where the saved
+    points are of another model or all damaged."""
+    options = read_options(run)
+    directory = where_saved(options, run)
+    good, bad = load_manifests(directory)
+    if not good and bad:
+        raise DiskError(bad[0])
+    if not good:
+        raise UsageError(f"{run} holds no saved point yet: {directory} is empty")
+    model = load(options.model, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle)
+    units = find_units(model, state_format(settings_of(options)))
+    if good[0].model_fingerprint != fingerprint(units):
+        raise DiskError(f"{directory} was saved from another model than {options.model} now is: bring that model back")
+    return SavedRun(options, model, units, tuple(_located(point, directory) for point in good), tuple(bad))
+
+
+def _located(point: Manifest, directory: Path) -> Manifest:
+    """The saved point with its first part where it was found: the run may have been moved."""
+    geometry = replace(point.geometry, paths=(str(directory.resolve()), *point.geometry.paths[1:]))
+    return replace(point, geometry=geometry) if geometry.files()[0].exists() else point
