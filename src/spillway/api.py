@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from spillway.assembly import Origin, Place, assemble, check_fresh, give_back, origins, persistent_buffers, prepared
+from spillway.assembly import Place, assemble, check_fresh, give_back, prepared
 from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import MAX_SHARD_BYTES, save_weights
+from spillway.checkpoint.sources import persistent_buffers
 from spillway.model.units import Unit
 from spillway.optim.clip import Clipping, LossScale
 from spillway.optim.config import SGD, AdamW, Lion, Rule, state_format
 from spillway.optim.optimizer import StreamingOptimizer
+from spillway.origins import note_origin
 from spillway.plan.request import PlanRequest
 from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
@@ -50,7 +52,7 @@ def load(
 
     path = find_directory(os.fspath(directory), allow_pickle)
     model = build_on_meta(path, auto_class, as_dtype(dtype), num_layers)
-    origins[model] = Origin(path, allow_pickle)
+    note_origin(model, path, allow_pickle)
     return model
 
 
@@ -191,7 +193,8 @@ def save_pretrained(
     source, DiskError where there is no room."""
     parts = prepared(model)
     session, path = parts.session, Path(directory)
-    if parts.origin is not None and parts.origin.resolve() == path.resolve():
+    directories = parts.origins.directories
+    if any(source.resolve() == path.resolve() for source in directories):
         raise UsageError(f"{path} is the directory the model was loaded from: choose another")
     session.come_to_rest()
     _refuse_unfinished(session)
@@ -203,11 +206,11 @@ def save_pretrained(
         persistent_buffers(model),
         path,
         max_shard_bytes,
-        written_as=parts.written_as,
+        written_as=parts.origins.written_as,
     )
     from spillway.integrations.huggingface import save_config
 
-    save_config(model, path, parts.origin)
+    save_config(model, path, directories[0] if directories else None)
     return path
 
 

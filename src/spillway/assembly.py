@@ -4,7 +4,6 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,11 +13,11 @@ from torch import nn
 from spillway.checkpoint.load import load_weights
 from spillway.checkpoint.place import place_store, store_paths
 from spillway.checkpoint.points import SavedPoints
-from spillway.checkpoint.save import WrittenAs
-from spillway.checkpoint.sources import DirectorySource, ModuleSource, WeightSource
+from spillway.checkpoint.sources import persistent_buffers
 from spillway.model.guards import guard
 from spillway.model.units import find_units
 from spillway.optim.optimizer import StreamingOptimizer
+from spillway.origins import Origins, is_transformers, loaded_in
 from spillway.plan.request import PlanRequest, space_of
 from spillway.planner import Planner, make_budget
 from spillway.runtime.device import Device, open_device
@@ -29,14 +28,6 @@ from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Placement, Plan
 from spillway.spec.state import StateFormat
 from spillway.store.placed import PlacedStore
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The directory a model on the meta device was loaded from."""
-
-    directory: Path
-    allow_pickle: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +49,13 @@ class Prepared:
     points: SavedPoints
     budget: Budget
     planner: Planner
-    origin: Path | None
+    origins: Origins
     weight_bytes: int  # of all units, as loaded
     extent_bytes: int  # of all units, as saved
-    unexpected: list[str]  # tensors of the model directory that the model has no use for
-    written_as: WrittenAs  # parameters that its checkpoint has in another form
-    in_memory: dict[str, torch.Tensor]  # its parameters as they were before, where it was not loaded from a directory
     optimizer: StreamingOptimizer | None = None  # None where it is not trained
     on_load: Callable[[int], None] | None = None  # told of the bytes of each window while weights are loaded
 
 
-origins: "weakref.WeakKeyDictionary[nn.Module, Origin]" = weakref.WeakKeyDictionary()
 _prepared: "weakref.WeakKeyDictionary[nn.Module, Prepared]" = weakref.WeakKeyDictionary()
 
 
@@ -90,7 +77,7 @@ def check_fresh(model: nn.Module) -> None:
         )
     if model in _prepared:
         raise UsageError("this model was prepared before: build or load it anew")
-    if model not in origins and any(param.is_meta for param in model.parameters()):
+    if not loaded_in(model) and any(param.is_meta for param in model.parameters()):
         raise UsageError("the model is on the meta device and was not made by spillway.load: there are no weights")
 
 
@@ -105,21 +92,18 @@ def assemble(
 ) -> Prepared:
     """Replace the model's forwards by streaming ones. Nothing is loaded before the first batch, or `Session.open`.
     Raises UsageError and DiskError."""
-    paths, compute, origin = store_paths(place.store), open_device(place.device), origins.get(model)
+    paths, compute = store_paths(place.store), open_device(place.device)
     units = find_units(model, form)
     if any(module._compiled_call_impl is not None for unit in units for _, module in unit.members):
         request = replace(request, tapes=False)
     space_of(request)
-    in_memory = {name: param.data for name, param in model.named_parameters()} if origin is None else {}
-    source: WeightSource = (
-        ModuleSource(in_memory) if origin is None else open_source(origin.directory, model, origin.allow_pickle)
-    )
+    origins = Origins(model)
     points = SavedPoints(
         paths[0] if paths else None, units, request.keep.last, buffers=lambda: persistent_buffers(model)
     )
     geometry = place_store(points, paths, resume)
     budget = make_budget(
-        compute, geometry, place.device_memory, place.host_memory, place.disk_memory, _host_bytes(in_memory)
+        compute, geometry, place.device_memory, place.host_memory, place.disk_memory, origins.host_bytes
     )
     layouts = [unit.layout for unit in units]
     request = replace(request, goes_on=bool(points.found))
@@ -134,15 +118,12 @@ def assemble(
         points,
         budget,
         planner,
-        origin.directory if origin else None,
+        origins,
         sum(layout.weight_bytes for layout in layouts),
         sum(layout.extent_bytes for layout in layouts),
-        source.unexpected if isinstance(source, DirectorySource) else [],
-        source.written_as if isinstance(source, DirectorySource) else {},
-        in_memory,
     )
     session.engine.on_rest = lambda: points.at_rest(store)
-    store.on_open = lambda opened, plan: _fill(opened, plan, parts, source)
+    store.on_open = lambda opened, plan: _fill(opened, plan, parts)
     _prepared[model] = parts
     session.on_undo.append(guard(model))
     try:
@@ -153,15 +134,15 @@ def assemble(
     return parts
 
 
-def _fill(opened: PlacedStore, plan: Plan, parts: Prepared, source: WeightSource) -> None:
-    """Put the store's first content to rest: the saved point that is gone on from, or the weights of the source."""
+def _fill(opened: PlacedStore, plan: Plan, parts: Prepared) -> None:
+    """Put the store's first content to rest: the saved point that is gone on from, or the weights of the model."""
     parts.points.keep_last = plan.placement.keep.last
     if parts.points.found:
         parts.points.restore(opened, parts.on_load)
         if parts.optimizer is not None:
             parts.optimizer.restore(parts.points.step, parts.points.found_run)
     else:
-        load_weights(opened, parts.session.units, source, parts.on_load)
+        load_weights(opened, parts.session.units, parts.origins.weights, parts.on_load)
         if parts.optimizer is not None:
             parts.points.begin(opened)
 
@@ -169,13 +150,9 @@ def _fill(opened: PlacedStore, plan: Plan, parts: Prepared, source: WeightSource
 def give_back(model: nn.Module) -> None:
     """The model as it was, where nothing was loaded yet: it may be prepared again, with other budgets."""
     parts = prepared(model)
-    session, in_memory = parts.session, parts.in_memory
-    session.engine.close()
-    names = session.placeholders
-    if not in_memory or len(in_memory) == len(names):
-        flags = {place.name: place.trainable for unit in session.units for place in unit.layout.places}
-        tensors = in_memory or {name: param.detach() for name, param in names.items()}
-        session.undo({name: nn.Parameter(tensor, flags[name]) for name, tensor in tensors.items()})
+    parts.session.engine.close()
+    if parts.origins.is_whole:
+        parts.session.undo(parts.origins.originals)
         _prepared.pop(model, None)
 
 
@@ -206,36 +183,6 @@ def _nothing() -> None:
     """Nothing was pinned."""
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong into a checkpoint, by name."""
-    state = nn.Module.state_dict(model, keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
-
-
-def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    return {found[0]: tuple(found) for found in names.values()}
-
-
-def open_source(directory: Path, model: nn.Module, allow_pickle: bool) -> DirectorySource:
-    """The weight files of a model directory, for that model. Raises UsageError where they do not fit it."""
-    if not _is_transformers(model):
-        return DirectorySource(directory, model, _aliases(model), allow_pickle)
-    from spillway.integrations.huggingface import joined_weights
-
-    return DirectorySource(directory, model, _aliases(model), allow_pickle, lambda keys: joined_weights(model, keys))
-
-
-def _is_transformers(model: nn.Module) -> bool:
-    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
-
-
-def _host_bytes(params: dict[str, torch.Tensor]) -> int:
-    return sum(param.numel() * param.element_size() for param in params.values() if param.device.type == "cpu")
-
-
 def _move_buffers(model: nn.Module, device: Device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -245,7 +192,7 @@ def _move_buffers(model: nn.Module, device: Device) -> None:
 
 def _adapt(model: nn.Module, session: Session, label_smoothing: float = 0.0) -> None:
     """Only a transformers model needs transformers. Raises UsageError where the loss is not theirs to smooth."""
-    if _is_transformers(model):
+    if is_transformers(model):
         from spillway.integrations.huggingface import adapt
 
         adapt(model, session, label_smoothing)

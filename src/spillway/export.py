@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
-from spillway.assembly import open_source, persistent_buffers
 from spillway.checkpoint.points import from_text
 from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.checkpoint.saved import SavedPoint
+from spillway.checkpoint.sources import persistent_buffers
 from spillway.integrations.huggingface import find_directory, save_config
+from spillway.origins import loaded_in, open_directory
 from spillway.report.progress import Reporter
 from spillway.rundir import is_run
 from spillway.saved_run import SavedRun, open_run
@@ -52,7 +53,7 @@ def export(
     for name, buffer in (buffers := persistent_buffers(saved.model)).items():
         if name in manifest.buffers:
             buffer.copy_(from_text(manifest.buffers[name], buffer.dtype, buffer.shape))
-    source = open_source(find_directory(saved.options.model), saved.model, saved.options.allow_pickle)
+    source = open_directory(saved.model, loaded_in(saved.model)[saved.model])
     source.close()
     arrays = ("weight", "low", "master") if wanted in (torch.float32, torch.float16) else ("weight",)
     read = sum(part.num_bytes for unit in saved.units for part in unit.layout.components if part.name in arrays)

@@ -22,7 +22,7 @@ import reference
 import spillway
 from spillway.api import read_parameters
 from spillway.assembly import prepared
-from spillway.checkpoint.sources import DirectorySource
+from spillway.checkpoint.sources import DirectorySource, Wanted
 from spillway.spec.errors import UsageError
 
 
@@ -80,7 +80,7 @@ def altered(directory: Path, target: Path, **changes: torch.Tensor | None) -> Pa
 
 def test_tensors_the_model_has_no_use_for_are_listed(directory: Path, tmp_path: Path) -> None:
     model = load(altered(directory, tmp_path / "more", vision__weight=torch.zeros(3)))
-    assert prepared(model).unexpected == ["vision.weight"]
+    assert prepared(model).origins.unexpected == ["vision.weight"]
     spillway.close(model)
 
 
@@ -114,8 +114,7 @@ def test_persistent_buffers_are_filled_from_the_files(tmp_path: Path) -> None:
     saved.seen += 5
     save_file(saved.state_dict(), tmp_path / "model.safetensors")
     model = Counting()
-    aliases = {name: (name,) for name, _ in model.named_parameters()}
-    source = DirectorySource(tmp_path, model, aliases)
+    source = DirectorySource(tmp_path, Wanted.of(model))
     assert model.seen.tolist() == [5, 5] and source.unexpected == []
 
 
@@ -159,7 +158,7 @@ def test_experts_that_lie_one_by_one_in_the_files_are_stacked_and_written_back(t
     weights = dict(plain.named_parameters())
     assert set(weights) - set(stored), "transformers stacks them no more: this test tests nothing"
     model = load(directory)
-    assert prepared(model).unexpected == []
+    assert prepared(model).origins.unexpected == []
     found = read_parameters(model)
     assert all(torch.equal(found[name], weights[name]) for name in weights)
     spillway.save_pretrained(model, tmp_path / "out")

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -24,6 +25,40 @@ _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 Joined = Callable[[Collection[str]], dict[str, tuple[str, ...]]]
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong into a checkpoint, by name."""
+    state = nn.Module.state_dict(model, keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a model takes from a checkpoint, as it stood when it was built: by canonical name its parameters and every
+    name each has, and its persistent buffers, which are filled."""
+
+    model: str  # for messages
+    prefix: str  # of its base model, which checkpoints may leave out
+    params: dict[str, nn.Parameter]
+    aliases: dict[str, tuple[str, ...]]  # the canonical name first
+    buffers: dict[str, torch.Tensor]
+    ignored: tuple[str, ...]  # patterns of tensors in checkpoints that are no news
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Wanted":
+        """All of a model."""
+        names: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        return cls(
+            type(model).__name__,
+            getattr(model, "base_model_prefix", ""),
+            dict(model.named_parameters()),
+            {found[0]: tuple(found) for found in names.values()},
+            persistent_buffers(model),
+            tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        )
+
+
 class WeightSource(Protocol):
     """Reads parameters by canonical name, a piece at a time."""
 
@@ -34,20 +69,27 @@ class WeightSource(Protocol):
         """These parameters will not be read again."""
 
 
-class ModuleSource:
-    """An ordinary module in memory. Its tensors are let go as they are stored."""
+class MixedSource:
+    """The parameters of a model, each from where it is: the files of a directory, or memory."""
 
-    def __init__(self, params: dict[str, torch.Tensor]) -> None:
-        self._params = params
+    def __init__(self, originals: dict[str, nn.Parameter], on_disk: dict[str, tuple["DirectorySource", str]]) -> None:
+        """`originals`: those of the model; of these, what is not `on_disk` is let go as it is stored. `on_disk`: the
+        source of a parameter, and its name there."""
+        self._originals = originals
+        self._on_disk = on_disk
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """See WeightSource."""
-        return self._params[name].detach().reshape(-1)[start:stop].cpu()
+        if name in self._on_disk:
+            source, there = self._on_disk[name]
+            return source.read(there, start, stop)
+        return self._originals[name].detach().reshape(-1)[start:stop].cpu()
 
     def done(self, names: Iterable[str]) -> None:
         """See WeightSource."""
         for name in names:
-            self._params.pop(name, None)
+            if name not in self._on_disk:
+                self._originals.pop(name, None)
 
 
 class TensorFile(Protocol):
@@ -141,15 +183,9 @@ class DirectorySource:
     """The weight files of a Hugging Face model directory, opened as needed."""
 
     def __init__(
-        self,
-        directory: Path,
-        model: nn.Module,
-        aliases: dict[str, tuple[str, ...]],
-        allow_pickle: bool = False,
-        joined: Joined = lambda keys: {},
+        self, directory: Path, wanted: Wanted, allow_pickle: bool = False, joined: Joined = lambda keys: {}
     ) -> None:
-        """`aliases`: every name of each parameter, the canonical one first. Persistent buffers of `model` are filled.
-        `joined`: see Joined.
+        """`joined`: see Joined.
 
         Raises UsageError naming what is missing, of another shape, or no floating point weight. `unexpected` lists
         tensors that the model has no use for; `written_as` holds names and shapes of the tensors that a parameter was
@@ -158,32 +194,27 @@ class DirectorySource:
         self._directory = directory
         self._file_of = _files_of(directory, allow_pickle)
         self._open: dict[str, TensorFile] = {}
-        prefix = getattr(model, "base_model_prefix", "")
         made_of = joined(self._file_of.keys())
         self._keys: dict[str, tuple[str, ...]] = {}
-        for name, names in aliases.items():
-            found = self._find(names, prefix)
+        for name, names in wanted.aliases.items():
+            found = self._find(names, wanted.prefix)
             self._keys[name] = (found,) if found else made_of.get(name, ())
-        self._check(model)
+        self._check(wanted)
         self.written_as = {
             name: tuple((key, self._handle(key).shape(key)) for key in keys)
             for name, keys in self._keys.items()
             if keys == made_of.get(name)
         }
-        buffers = {
-            name: key
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if not isinstance(tensor, nn.Parameter) and (key := self._find((name,), prefix))
-        }
-        self._fill(model, buffers)
+        buffers = {name: key for name in wanted.buffers if (key := self._find((name,), wanted.prefix))}
+        self._fill(wanted, buffers)
         used = {*(key for keys in self._keys.values() for key in keys), *buffers.values()}
-        used |= {key for names in aliases.values() for name in names for key in _spellings(name, prefix)}
-        ignored = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        used |= {key for names in wanted.aliases.values() for name in names for key in _spellings(name, wanted.prefix)}
+        ignored = [re.compile(text) for text in wanted.ignored]
         left = sorted(key for key in self._file_of if key not in used)
         self.unexpected = [key for key in left if not any(pattern.search(key) for pattern in ignored)]
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """See WeightSource."""
+        """As WeightSource has it."""
         keys, pieces, at = self._keys[name], [], 0
         if len(keys) == 1:
             return self._handle(keys[0]).read(keys[0], start, stop)
@@ -194,9 +225,6 @@ class DirectorySource:
                 pieces.append(self._handle(key).read(key, first, last))
             at += size
         return torch.cat(pieces)
-
-    def done(self, names: Iterable[str]) -> None:
-        """See WeightSource."""
 
     def close(self) -> None:
         """Close the files."""
@@ -214,19 +242,18 @@ class DirectorySource:
             self._open[name] = SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
         return self._open[name]
 
-    def _check(self, model: nn.Module) -> None:
-        params = dict(model.named_parameters())
+    def _check(self, wanted: Wanted) -> None:
         missing = [name for name, keys in self._keys.items() if not keys]
         if missing:
-            raise UsageError(f"{self._directory} has no weights for {_some(missing)}: is it a {type(model).__name__}?")
+            raise UsageError(f"{self._directory} has no weights for {_some(missing)}: is it a {wanted.model}?")
         for name, keys in self._keys.items():
-            wanted = tuple(params[name].shape)
+            shape = tuple(wanted.params[name].shape)
             shapes = [self._handle(key).shape(key) for key in keys]
             file = self._directory / self._file_of[keys[0]]
-            if len(keys) == 1 and shapes[0] != wanted:
-                raise UsageError(f"{file}: {keys[0]} has the shape {shapes[0]} and the model wants {wanted}")
-            if sum(map(math.prod, shapes)) != math.prod(wanted):
-                raise UsageError(f"{file}: {_some(list(keys))} do not make up {name} of the shape {wanted}")
+            if len(keys) == 1 and shapes[0] != shape:
+                raise UsageError(f"{file}: {keys[0]} has the shape {shapes[0]} and the model wants {shape}")
+            if sum(map(math.prod, shapes)) != math.prod(shape):
+                raise UsageError(f"{file}: {_some(list(keys))} do not make up {name} of the shape {shape}")
             for key in keys:
                 if not self._handle(key).is_float(key):
                     raise UsageError(
@@ -234,10 +261,9 @@ class DirectorySource:
                         f"quantised checkpoint cannot be trained, take the one it was made from"
                     )
 
-    def _fill(self, model: nn.Module, buffers: dict[str, str]) -> None:
-        tensors = model.state_dict(keep_vars=True)
+    def _fill(self, wanted: Wanted, buffers: dict[str, str]) -> None:
         for name, key in buffers.items():
-            found, buffer = self._handle(key).shape(key), tensors[name]
+            found, buffer = self._handle(key).shape(key), wanted.buffers[name]
             if found != tuple(buffer.shape):
                 file = self._directory / self._file_of[key]
                 raise UsageError(f"{file}: {key} has the shape {found} and the model wants {tuple(buffer.shape)}")

@@ -118,9 +118,9 @@ def gpt2_config(layers: int, heads: int, hidden: int, positions: int) -> Any:
     return config
 
 
-def joined_weights(model: nn.Module, keys: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Parameters that transformers keeps in another form than checkpoints do: experts stacked into one parameter, or
-    renamed modules. Only forms in which the checkpoint's tensors lie one after another in the parameter."""
+def joined_weights(model: nn.Module, names: Collection[str], keys: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Of the parameters `names`, those that transformers keeps in another form than checkpoints do: experts stacked into
+    one, or renamed modules. Only forms in which the checkpoint's tensors lie one after another in the parameter."""
     try:
         from transformers import core_model_loading as loading
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -131,7 +131,6 @@ def joined_weights(model: nn.Module, keys: Collection[str]) -> dict[str, tuple[s
     transforms = get_model_conversion_mapping(model)
     renamings = [item for item in transforms if isinstance(item, loading.WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, loading.WeightConverter)]
-    names = {name for name, _ in model.named_parameters()}
     found: dict[str, list[tuple[list[int], int, str]]] = {}
     for key in keys:
         target, pattern = loading.rename_source_key(key, renamings, converters)

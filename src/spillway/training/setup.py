@@ -14,9 +14,10 @@ from torch import nn
 
 from spillway import native
 from spillway.api import as_dtype, close, load, prepare
-from spillway.assembly import Prepared, persistent_buffers, prepared
+from spillway.assembly import Prepared, prepared
 from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import save_weights, weights_bytes
+from spillway.checkpoint.sources import persistent_buffers
 from spillway.data import Batches, Encoded, data_files, encode_files
 from spillway.evaluate import Evaluation
 from spillway.integrations.huggingface import CAUSAL_LM, find_directory, max_positions
@@ -174,7 +175,7 @@ def _prepare(
     for note in notes:
         if issubclass(note.category, BudgetWarning):
             reporter.say(f"note: {note.message}")
-    extra = prepared(model).unexpected
+    extra = prepared(model).origins.unexpected
     if extra:
         names = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
         reporter.say(f"warning: {options.model} has {len(extra)} tensors this model has no use for: {names}")
