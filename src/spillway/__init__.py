@@ -16,6 +16,7 @@ _WHERE = {
     "Lion": "spillway.optim.config",
     "SGD": "spillway.optim.config",
     "load": "spillway.api",
+    "add_adapter": "spillway.api",
     "prepare": "spillway.api",
     "stream": "spillway.api",
     "save_pretrained": "spillway.api",

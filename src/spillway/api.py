@@ -17,7 +17,7 @@ from spillway.model.units import Unit
 from spillway.optim.clip import Clipping, LossScale
 from spillway.optim.config import SGD, AdamW, Lion, Rule, state_format
 from spillway.optim.optimizer import StreamingOptimizer
-from spillway.origins import note_origin
+from spillway.origins import comes_from, note_origin
 from spillway.plan.request import PlanRequest
 from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
@@ -54,6 +54,18 @@ def load(
     model = build_on_meta(path, auto_class, as_dtype(dtype), num_layers)
     note_origin(model, path, allow_pickle)
     return model
+
+
+def add_adapter(model: nn.Module, adapter: Any) -> Any:
+    """A peft.PeftModel: the model, frozen, with LoRA adapters to train. `model`: from `load`, or in memory. `adapter`:
+    a peft.LoraConfig, or the directory of a saved adapter to train further. `prepare` takes the result;
+    `save_pretrained` writes the adapter alone. Raises UsageError for adapters that need the weights of the base to
+    start, or do not fit it."""
+    try:
+        from spillway.integrations.peft import attach
+    except ModuleNotFoundError as error:
+        raise UsageError("adapters need peft: pip install 'spillway[peft]'") from error
+    return attach(model, Path(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter)
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -189,8 +201,9 @@ def save_pretrained(
     model: nn.Module, directory: str | os.PathLike[str], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> Path:
     """Write a directory that `from_pretrained` loads: sharded safetensors, config, tokenizer of the source. Streams;
-    needs host memory for one window, not for the model. Returns the directory. Raises UsageError for that of the
-    source, DiskError where there is no room."""
+    needs host memory for one window, not for the model. Of a model with adapters of peft, the adapters alone, for
+    `peft.PeftModel.from_pretrained`. Returns the directory. Raises UsageError for that of the source, DiskError where
+    there is no room."""
     parts = prepared(model)
     session, path = parts.session, Path(directory)
     directories = parts.origins.directories
@@ -200,6 +213,11 @@ def save_pretrained(
     _refuse_unfinished(session)
     if not session.engine.is_open:
         session.open()
+    if comes_from("peft", model):
+        from spillway.integrations.peft import adapter_parameters, save_adapters
+
+        save_adapters(model, _read(session, set(adapter_parameters(model))), path)
+        return path
     save_weights(
         StoreBytes(session.store),
         session.units,
@@ -263,10 +281,15 @@ def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         raise UsageError("a step failed after it had changed weights in memory: resume from the last saved point")
     if not session.engine.is_open:
         session.open()
+    return _read(session, set(session.placeholders))
+
+
+def _read(session: Session, names: set[str]) -> dict[str, torch.Tensor]:
     return {
         place.name: read_parameter(StoreBytes(session.store), index, place, unit.layout)
         for index, unit in enumerate(session.units)
         for place in unit.layout.places
+        if place.name in names
     }
 
 

@@ -17,7 +17,7 @@ from spillway.checkpoint.sources import persistent_buffers
 from spillway.model.guards import guard
 from spillway.model.units import find_units
 from spillway.optim.optimizer import StreamingOptimizer
-from spillway.origins import Origins, is_transformers, loaded_in
+from spillway.origins import Origins, comes_from, loaded_in
 from spillway.plan.request import PlanRequest, space_of
 from spillway.planner import Planner, make_budget
 from spillway.runtime.device import Device, open_device
@@ -97,7 +97,7 @@ def assemble(
     if any(module._compiled_call_impl is not None for unit in units for _, module in unit.members):
         request = replace(request, tapes=False)
     space_of(request)
-    origins = Origins(model)
+    origins = Origins(model, _copies(model))
     points = SavedPoints(
         paths[0] if paths else None, units, request.keep.last, buffers=lambda: persistent_buffers(model)
     )
@@ -190,11 +190,25 @@ def _move_buffers(model: nn.Module, device: Device) -> None:
                 module._buffers[name] = buffer.to(device.torch_device)
 
 
+def _copies(model: nn.Module) -> dict[int, nn.Parameter]:
+    if not comes_from("peft", model):
+        return {}
+    from spillway.integrations.peft import copied_parameters
+
+    return copied_parameters(model)
+
+
 def _adapt(model: nn.Module, session: Session, label_smoothing: float = 0.0) -> None:
     """Only a transformers model needs transformers. Raises UsageError where the loss is not theirs to smooth."""
-    if is_transformers(model):
+    inner: Any = model
+    if comes_from("peft", model):
+        from spillway.integrations.peft import refuse_merging
+
+        refuse_merging(model, session)
+        inner = inner.get_base_model()
+    if comes_from("transformers", inner):
         from spillway.integrations.huggingface import adapt
 
-        adapt(model, session, label_smoothing)
+        adapt(inner, model, session, label_smoothing)
     elif label_smoothing:
         raise UsageError(f"label smoothing is not for {type(model).__name__}: its loss is its own")

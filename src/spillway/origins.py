@@ -34,15 +34,15 @@ def loaded_in(model: nn.Module) -> dict[nn.Module, Origin]:
     return {module: _origins[module] for module in model.modules() if module in _origins}
 
 
-def is_transformers(model: nn.Module) -> bool:
-    """Whether its class comes from transformers. Only then that needs to be imported."""
-    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+def comes_from(package: str, model: nn.Module) -> bool:
+    """Whether its class comes from that package, such as transformers. Only then the package needs to be imported."""
+    return any(kind.__module__.startswith(f"{package}.") for kind in type(model).__mro__)
 
 
 def open_directory(model: nn.Module, origin: Origin) -> DirectorySource:
     """The weight files of a model that was loaded. Raises UsageError where they do not fit it."""
     wanted = origin.wanted
-    if not is_transformers(model):
+    if not comes_from("transformers", model):
         return DirectorySource(origin.directory, wanted, origin.allow_pickle)
     from spillway.integrations.huggingface import joined_weights
 
@@ -54,7 +54,7 @@ def open_directory(model: nn.Module, origin: Origin) -> DirectorySource:
 class Origins:
     """All sources of one model's weights. Bytes are read later, through `weights`."""
 
-    def __init__(self, model: nn.Module, copies: dict[int, nn.Parameter] | None = None) -> None:
+    def __init__(self, model: nn.Module, copies: dict[int, nn.Parameter]) -> None:
         """`copies`: by the id of a parameter on the meta device, the one that it has its first weights from. Raises
         UsageError where weights are nowhere, or files do not fit."""
         loaded = loaded_in(model)
@@ -69,7 +69,7 @@ class Origins:
         self.originals: dict[str, nn.Parameter] = dict(model.named_parameters())
         on_disk: dict[str, tuple[DirectorySource, str]] = {}
         for name, param in self.originals.items():
-            found = places.get(id((copies or {}).get(id(param), param)))
+            found = places.get(id(copies.get(id(param), param)))
             if found is not None and param.is_meta:
                 on_disk[name] = found
             elif param.is_meta:
@@ -102,6 +102,6 @@ def _nowhere(name: str, directories: list[Path]) -> str:
     if not directories:
         return "the model is on the meta device and was not made by spillway.load: there are no weights"
     return (
-        f"{name} is on the meta device and is not of {', '.join(map(str, directories))}: give what is built onto a "
-        f"model from spillway.load its weights in memory"
+        f"{name} is on the meta device and is not of {', '.join(map(str, directories))}: it has no weights (give what "
+        f"is built onto a model from spillway.load its own in memory; adapters of peft, with spillway.add_adapter)"
     )

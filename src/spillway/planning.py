@@ -296,7 +296,7 @@ def figures(question: Question, plan: Plan) -> PlanReport:
     """What a plan promises."""
     base, machine, profile = _known(question), question.machine, question.profile()
     trace = simulate(plan.ops, plan.pools, machine.hardware)
-    flops = 3 * sum(call.flops for call in profile.calls)
+    flops = sum(call.flops + profile.backward_flops(call) for call in profile.calls)
     spread = _SPREAD_MEASURED if question.measured else _SPREAD_CATALOGUE
     run = plan.step_seconds * question.steps
     tokens_per_s = base.tokens / plan.step_seconds

@@ -1,10 +1,15 @@
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 
 from plan import profiles
 from spillway.plan.bounds import lower_bound
+from spillway.plan.pools import recomputed_flops
 from spillway.plan.request import PlanRequest
 from spillway.plan.search import make_plan
 from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Plan
 
 
 @settings(max_examples=60, deadline=None)
@@ -12,3 +17,22 @@ from spillway.spec.model import ModelProfile
 def test_no_plan_is_predicted_to_be_faster_than_the_bound(model: ModelProfile, fixed: dict[str, object]) -> None:
     plan = make_plan(model, profiles.MACHINE, profiles.PLENTY, PlanRequest(**{**fixed, "accumulation": 1}))
     assert plan.step_seconds >= 0.999 * lower_bound(model, plan.placement, profiles.MACHINE)
+
+
+@pytest.mark.parametrize("update", ("serial", "overlap", "deferred"))
+def test_what_is_frozen_in_a_unit_is_streamed_and_never_written(update: str) -> None:
+    whole, share = profiles.chain(4), 1 / 64
+    adapted = replace(whole, units=tuple(profiles.unit(unit.num_params, share) for unit in whole.units))
+    request = PlanRequest(update, "disk", "disk", clip=False, activations="recompute")
+    full, part = (make_plan(model, profiles.MACHINE, profiles.PLENTY, request) for model in (whole, adapted))
+
+    def amount(plan: Plan, kind: str, group: str) -> float:
+        return sum(op.amount for op in plan.ops if (op.kind, op.group) == (kind, group))
+
+    assert amount(part, "WRITE", "state") == share * amount(full, "WRITE", "state")
+    assert amount(part, "READ", "state") == share * amount(full, "READ", "state")
+    assert amount(part, "UPLOAD", "weight") >= amount(full, "UPLOAD", "weight")
+    # Gradients of inputs, and of a small part of the weights.
+    forward = amount(full, "FORWARD", "none") + amount(full, "LOSS", "none")
+    again = sum(map(recomputed_flops, adapted.calls, part.placement.acts))
+    assert amount(part, "BACKWARD", "none") - again == pytest.approx(forward * (1 + share))

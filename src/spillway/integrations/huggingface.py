@@ -119,8 +119,8 @@ def gpt2_config(layers: int, heads: int, hidden: int, positions: int) -> Any:
 
 
 def joined_weights(model: nn.Module, names: Collection[str], keys: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Of the parameters `names`, those that transformers keeps in another form than checkpoints do: experts stacked into
-    one, or renamed modules. Only forms in which the checkpoint's tensors lie one after another in the parameter."""
+    """Of the parameters `names`, those that transformers keeps in another form than checkpoints do: experts stacked
+    into one, or renamed modules. Only forms in which the checkpoint's tensors lie one after another in it."""
     try:
         from transformers import core_model_loading as loading
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -213,15 +213,15 @@ def save_config(model: nn.Module, directory: Path, source: Path | None, dtype: t
                 shutil.copyfile(file, directory / file.name)
 
 
-def adapt(model: nn.Module, session: Session, label_smoothing: float) -> None:
-    """Make a transformers model train well: no key-value cache, and logits that are never whole in memory. Raises
-    UsageError where its loss cannot be smoothed."""
+def adapt(model: nn.Module, called: nn.Module, session: Session, label_smoothing: float) -> None:
+    """Make a transformers model train well: no key-value cache, and logits that are never whole in memory. `called`:
+    it, or what hands its batches on to it. Raises UsageError where its loss cannot be smoothed."""
     if not isinstance(model, transformers.PreTrainedModel):
         return
     session.batch_hooks.append(lambda args, kwargs: _without_cache(model, kwargs))
     session.schedules.looks.append(Look(read_masks, masks_told))
     _tell_device(model, session)
-    install_loss(model, session, label_smoothing)
+    install_loss(model, called, session, label_smoothing)
 
 
 def _tell_device(model: transformers.PreTrainedModel, session: Session) -> None:

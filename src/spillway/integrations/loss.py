@@ -73,9 +73,15 @@ class ChunkedLoss:
     """
 
     def __init__(
-        self, model: transformers.PreTrainedModel, session: Session, head: nn.Linear, label_smoothing: float
+        self,
+        model: transformers.PreTrainedModel,
+        called: nn.Module,
+        session: Session,
+        head: nn.Linear,
+        label_smoothing: float,
     ) -> None:
         self._model = model
+        self._called_module = called
         self._session = session
         self._head = head
         self._smoothing = label_smoothing
@@ -96,8 +102,8 @@ class ChunkedLoss:
         self._head.forward = self._forward_head  # type: ignore[assignment,method-assign]
         self._model.loss_function = self._loss
         hooks = (
-            self._model.register_forward_pre_hook(self._note_labels, with_kwargs=True),
-            self._model.register_forward_hook(self._drop_logits),
+            self._called_module.register_forward_pre_hook(self._note_labels, with_kwargs=True),
+            self._called_module.register_forward_hook(self._drop_logits),
         )
         self._session.on_undo += [hook.remove for hook in hooks]
         self._session.on_undo.append(self._restore_loss)
@@ -195,13 +201,15 @@ class ChunkedLoss:
         return max(_LOGIT_BYTES[self._session.device.kind] // (4 * vocab_size), 1)
 
 
-def install_loss(model: transformers.PreTrainedModel, session: Session, label_smoothing: float) -> None:
-    """Chunk the loss of a model where that is known to be right. Raises UsageError where smoothing is asked of a loss
-    that is the model's own."""
+def install_loss(
+    model: transformers.PreTrainedModel, called: nn.Module, session: Session, label_smoothing: float
+) -> None:
+    """Chunk the loss of a model, whose batches `called` is called with, where that is known to be right. Raises
+    UsageError where smoothing is asked of a loss that is the model's own."""
     head, loss = model.get_output_embeddings(), getattr(model, "loss_function", None)
     is_plain = isinstance(head, nn.Linear) and head._compiled_call_impl is None
     if is_plain and getattr(loss, "__name__", "") in _SHIFTS:
-        ChunkedLoss(model, session, head, label_smoothing).install()
+        ChunkedLoss(model, called, session, head, label_smoothing).install()
     elif label_smoothing:
         raise UsageError(_no_smoothing(model))
 

@@ -92,9 +92,7 @@ def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpe
     deferring = [(unit, where) for unit, where in _used(model, placement) if where.defers]
     late = _update(deferring)
     # What is in slabs may be written in backward.
-    heaviest = max(
-        ((unit.weight_bytes + unit.state_bytes) / max(unit.num_trainable, 1) for unit, _ in deferring), default=0
-    )
+    heaviest = max((unit.updated_bytes / max(unit.num_trainable, 1) for unit, _ in deferring), default=0)
     in_slabs = placement.state_slabs * placement.subgroup * heaviest
     before = Phase(read=forward.read + late.read, write=max(late.write - in_slabs, 0.0))
     return max(least, before.seconds(hardware) + computing)
@@ -102,7 +100,7 @@ def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpe
 
 def least_computing(model: ModelProfile, hardware: HardwareSpec) -> float:
     """Seconds of a forward and a backward of which nothing is computed again: no placement's bound is below."""
-    return 3 * sum(call.flops for call in model.calls) / hardware.device_flops_per_s
+    return sum(call.flops + model.backward_flops(call) for call in model.calls) / hardware.device_flops_per_s
 
 
 def is_held_up_by_recomputing(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> bool:
@@ -135,9 +133,10 @@ def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Pha
     streamed = sum(size for size, _ in weights)
     fetched = sum(size for size, _ in on_disk)
     moved = {tier: 0 for tier in ("host", "disk")}
-    flops = again = 0.0
+    flops = behind = again = 0.0
     for call, kept in zip(model.calls, placement.acts, strict=True):
         flops += call.flops
+        behind += model.backward_flops(call)
         again += recomputed_flops(call, kept)
         if kept.tier != "device":
             moved[kept.tier] += stored_bytes(call, kept)
@@ -150,7 +149,7 @@ def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Pha
         write=moved["disk"],
     )
     backward = Phase(
-        flops=2 * flops + again,
+        flops=behind + again,
         upload=max(streamed - stay, 0) + both,
         download=sum(unit.grad_bytes for unit, where in units if where.states not in ("none", "device")),
         read=max(fetched - stay, 0) + moved["disk"],
@@ -172,13 +171,13 @@ def _update(units: list[tuple[UnitProfile, UnitPlacement]]) -> Phase:
     for unit, where in units:
         if where.states == "none":
             continue
-        reads, writes = state_traffic(where, unit.weight_bytes, unit.state_bytes, unit.grad_bytes)
+        reads, writes = state_traffic(where, unit)
         read, write = read + reads, write + writes
         if where.update_lane == "device":
             visiting += unit.num_trainable
         else:
             updated += unit.num_trainable
         if where.visits:
-            upload += unit.weight_bytes + unit.state_bytes + unit.grad_bytes
-            download += unit.weight_bytes + unit.state_bytes
+            upload += unit.updated_bytes + unit.grad_bytes
+            download += unit.updated_bytes
     return Phase(0.0, updated, visiting, upload, download, read, write)

@@ -186,7 +186,7 @@ class Lowering:
         act = self._act_uploaded.get(use.call)
         if act is not None:
             give = (*give, f"as{use.call}")
-        flops = 2 * call.flops + recomputed_flops(call, self._plan.acts[use.call])
+        flops = self._model.backward_flops(call) + recomputed_flops(call, self._plan.acts[use.call])
         self._backward[use.call] = self._build.add(
             "BACKWARD",
             "compute",

@@ -351,7 +351,7 @@ class _Search:
         if not self._may_visit:
             return frozenset()
         units = [unit for unit in trained if candidate.placement.units[unit].states == "host"]
-        moved = sum(self._model.units[unit].weight_bytes + self._model.units[unit].state_bytes for unit in units)
+        moved = sum(self._model.units[unit].updated_bytes for unit in units)
         params = sum(self._model.units[unit].num_trainable for unit in units)
         if not params:
             return frozenset()

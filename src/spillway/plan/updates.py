@@ -7,7 +7,7 @@ from functools import partial
 from spillway.plan.build import HOME, NO_UNIT, WRITTEN, Builder
 from spillway.plan.pools import SlabNames
 from spillway.spec.errors import invariant
-from spillway.spec.model import ModelProfile
+from spillway.spec.model import ModelProfile, UnitProfile
 from spillway.spec.plan import Placement, UnitPlacement
 
 
@@ -177,7 +177,7 @@ class Updates:
         slot: Slot | None,
     ) -> int:
         where, profile = self._plan.units[unit], self._model.units[unit]
-        read_bytes, write_bytes = state_traffic(where, profile.weight_bytes, profile.state_bytes, profile.grad_bytes)
+        read_bytes, write_bytes = state_traffic(where, profile)
         share = (stop - start) / profile.num_trainable
         staged = bool(read_bytes or write_bytes)
         lease, fetched = f"st{unit}.{start}{'.late' if late else ''}", None
@@ -223,7 +223,7 @@ class Updates:
         profile = self._model.units[unit]
         share, slot = (stop - start) / profile.num_trainable, f"dv{unit}.{start}{'.late' if late else ''}"
         add = partial(self._build.add, unit=unit, start=start, stop=stop, late=late)
-        states = share * (profile.weight_bytes + profile.state_bytes)
+        states = share * profile.updated_bytes
         take = (("state-slot", slot),)
         there = add("UPLOAD", "upload", group="state", amount=states, deps=ready, take=take, source=place, target=slot)
         with_grad = add(
@@ -268,14 +268,14 @@ def subgroups(num_trainable: int, subgroup: int, streamed: bool) -> Iterator[tup
         yield start, min(start + size, num_trainable)
 
 
-def state_traffic(where: UnitPlacement, weight_bytes: int, state_bytes: int, grad_bytes: int) -> tuple[int, int]:
+def state_traffic(where: UnitPlacement, unit: UnitProfile) -> tuple[int, int]:
     """Bytes an update of the whole unit reads from and writes to disk.
 
     Weights that rest on the device or the host are written too where the states are on disk, so that what is on disk is
-    always a whole unit of one step.
+    always a whole unit of one step. Frozen ones are neither read nor written.
     """
     on_disk = where.weights == "disk" or (where.weights == "device" and where.states == "disk")
-    states = state_bytes if where.states == "disk" else 0
-    read = (weight_bytes if on_disk else 0) + states
-    write = (weight_bytes if on_disk or where.states == "disk" else 0) + states
-    return read + (grad_bytes if where.grads == "disk" else 0), write
+    states = unit.state_bytes if where.states == "disk" else 0
+    read = (unit.trained_bytes if on_disk else 0) + states
+    write = (unit.trained_bytes if on_disk or where.states == "disk" else 0) + states
+    return read + (unit.grad_bytes if where.grads == "disk" else 0), write

@@ -16,6 +16,16 @@ class UnitProfile:
     grad_bytes: int
     state_bytes: int  # lower master half, m and v
 
+    @property
+    def trained_bytes(self) -> int:
+        """Of the weights that are trained; each has a gradient of its size."""
+        return self.grad_bytes
+
+    @property
+    def updated_bytes(self) -> int:
+        """What an update goes through: trained weights and states."""
+        return self.trained_bytes + self.state_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class OperatorClass:
@@ -74,3 +84,9 @@ class ModelProfile:
     resident_unit: int | None = None  # parameters used outside any unit's forward; bound for the whole step
     tokens: int = 0  # in the batch, for throughput
     update_bytes: int = 14  # of one trainable element in all its arrays and its gradient, at most
+
+    def backward_flops(self, call: CallProfile) -> float:
+        """Of a call, without what is computed again: as many as in forward for the gradients of its inputs, and for
+        those of its weights as far as they are trained."""
+        unit = self.units[call.unit]
+        return call.flops * (1 + min(unit.num_trainable / max(unit.num_params, 1), 1.0))

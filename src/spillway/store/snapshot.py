@@ -77,9 +77,11 @@ class Snapshot:
             in_pages = resting.device.type == "cpu" and resting.data_ptr() % PAGE == 0
             if in_pages == (staging is not None):
                 continue
-            step = part.num_bytes if staging is None else staging.numel() // PAGE * PAGE
-            for start in range(0, part.num_bytes, step):
-                size = min(step, part.num_bytes - start)
+            # What is frozen is in every extent, and never changes.
+            end = home.layout.grad_bytes if part.name == "weight" else part.num_bytes
+            step = end if staging is None else staging.numel() // PAGE * PAGE
+            for start in range(0, end, step):
+                size = min(step, end - start)
                 piece = resting[start : start + size]
                 content = piece if staging is None else staging[:size].copy_(piece)
                 self._put(home, self._places[index], part.offset + start, content)
