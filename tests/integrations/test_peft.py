@@ -188,3 +188,43 @@ def test_what_is_no_adapter_for_the_model_is_named(directory: Path, tmp_path: Pa
         spillway.add_adapter(spillway.load(other, AutoModelForCausalLM), tmp_path)
     with pytest.raises(UsageError, match="no LoRA adapter"):
         spillway.add_adapter(spillway.load(other, AutoModelForCausalLM), peft.IA3Config())
+
+
+def preference(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Direct preference optimisation whose reference is the base, without its adapter."""
+    ids = batch["input_ids"]
+
+    def likelihood() -> torch.Tensor:
+        scores = model(input_ids=ids).logits.float().log_softmax(-1)[:, :-1]
+        return scores.gather(-1, ids[:, 1:, None]).sum(dim=(1, 2))
+
+    policy = likelihood()
+    with torch.no_grad(), model.disable_adapter():
+        reference_of = likelihood()
+    chosen, rejected = (policy - reference_of).chunk(2)
+    return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def test_the_base_alone_may_be_asked_between_forward_and_backward(directory: Path, tmp_path: Path) -> None:
+    model, optimizer = streamed(directory, tmp_path / "store")
+    plain = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), config())
+    started = read_after_opening(model)
+    with torch.no_grad():
+        for name, param in plain.named_parameters():
+            param.copy_(started[name])
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, eps=reference.EPS, weight_decay=0.01)
+    losses, expected = [], []
+    for batch in batches(4):
+        loss = preference(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        loss = preference(plain, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        expected.append(loss.item())
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    assert losses[-1] != losses[0]
+    close(model)
