@@ -5,9 +5,10 @@ import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
-def few_threads() -> None:
-    """The same arithmetic on every machine and in every test, and no fight over cores."""
-    torch.set_num_threads(2)
+def one_thread() -> None:
+    """The same arithmetic on every machine and in every test. Tests run beside each other: with more threads each small
+    operator would wait for cores that another test has."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
