@@ -88,7 +88,7 @@ def test_memory_is_filled_before_the_disk_is_used() -> None:
     plan = make_plan(model, profiles.CPU, profiles.PLENTY, PlanRequest())
     assert {(unit.weights, unit.states) for unit in plan.placement.units} == {("device", "device")}
     assert not any(op.group == "weight" for op in plan.ops)  # nothing is copied to where it is already
-    assert set(plan.placement.acts) == {Kept("device", everything=True), Kept("host")}
+    assert set(plan.placement.acts) == {Kept("device", everything=True)}
     tight = Budget(10**9, 10**8, 10**12, 10**7)
     plan = make_plan(model, profiles.CPU, tight, PlanRequest())
     assert {unit.states for unit in plan.placement.units} == {"disk"}

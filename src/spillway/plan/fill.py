@@ -361,8 +361,8 @@ class Filler:
     def _kept(self, index: int, tier: str, level: str) -> Kept | None:
         """Of one call; None where there is nothing to keep."""
         call = self._model.calls[index]
-        if call.kind != "FORWARD":
-            return None
+        if call.kind == "LOSS" and (tier, level) != ("device", EVERYTHING):
+            return None  # its backward follows at once: nothing of it is worth the way
         if level == EVERYTHING:
             return Kept(tier, everything=True)
         tape = tuple(operator.name for operator in call.tapeable)
