@@ -24,7 +24,7 @@ from spillway.plan.request import PlanRequest
 from spillway.plan.search import fits, make_plan
 from spillway.plan.simulate import simulate
 from spillway.plan.swap import outputs, step_curve
-from spillway.planning import GPT_SHAPES
+from spillway.planning.question import GPT_SHAPES
 from spillway.spec.errors import PlanInfeasible
 from spillway.spec.hardware import Budget
 from spillway.spec.machine import Machine

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ending import exit_code, parser_of, write_json
 
-from spillway.planning import Question, ask
+from spillway.planning.question import Question, ask
 from spillway.report.progress import Reporter
 from spillway.spec.options import TrainOptions
 

@@ -33,7 +33,7 @@ _WHERE = {
     "NonFinite": "spillway.spec.errors",
     "NothingSaved": "spillway.spec.errors",
     "Plan": "spillway.spec.plan",
-    "predict": "spillway.planning",
+    "predict": "spillway.planning.answer",
     "Trainer": "spillway.trainer",
     "TrainerMixin": "spillway.trainer",
 }

@@ -13,7 +13,7 @@ from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
 
 if TYPE_CHECKING:
-    from spillway.planning import Question
+    from spillway.planning.question import Question
     from spillway.report.progress import Reporter
 
 _KEPT = (
@@ -61,7 +61,7 @@ def plan_command(
       spillway plan ./llama-8b --sweep host-memory --chart curve.png
       spillway plan ./llama-8b --chart step.png
     """
-    from spillway import planning
+    from spillway.planning.question import ask, with_batch_tokens
     from spillway.report.progress import Reporter
 
     reporter = Reporter()
@@ -71,10 +71,10 @@ def plan_command(
     options = TrainOptions(model=model, data=data, output_dir="", store=stores, **values)
     if hardware is None:
         reporter.say("measuring this machine (or taking what was measured before)")
-    question = planning.ask(options, hardware, reporter)
+    question = ask(options, hardware, reporter)
     if batch_tokens is not None:
         with reporter.counting("choosing rows at a time"):
-            question = planning.with_batch_tokens(question, batch_tokens)
+            question = with_batch_tokens(question, batch_tokens)
     if max_size:
         _say_largest(question, reporter, as_json)
     elif sweep is not None:
@@ -84,7 +84,7 @@ def plan_command(
 
 
 def _say_largest(question: "Question", reporter: "Reporter", as_json: bool) -> None:
-    from spillway.curves import largest
+    from spillway.planning.curves import largest
 
     with reporter.counting("searching"):
         layers, params = largest(question)
@@ -93,7 +93,7 @@ def _say_largest(question: "Question", reporter: "Reporter", as_json: bool) -> N
 
 
 def _say_sweep(question: "Question", axis: str, chart: str | None, reporter: "Reporter", as_json: bool) -> None:
-    from spillway.curves import sweep
+    from spillway.planning.curves import sweep
     from spillway.report.chart import draw_sweep
     from spillway.report.plans import print_sweep
 
@@ -109,8 +109,8 @@ def _say_sweep(question: "Question", axis: str, chart: str | None, reporter: "Re
 
 
 def _say_answer(question: "Question", chart: str | None, reporter: "Reporter", as_json: bool) -> None:
-    from spillway.curves import largest_as_help
-    from spillway.planning import answer
+    from spillway.planning.answer import answer
+    from spillway.planning.curves import largest_as_help
     from spillway.report.plans import print_report
     from spillway.spec.errors import PlanInfeasible
 
@@ -129,7 +129,7 @@ def _say_answer(question: "Question", chart: str | None, reporter: "Reporter", a
 
 
 def _draw(question: "Question", path: Path, reporter: "Reporter") -> None:
-    from spillway.planning import picture
+    from spillway.planning.figures import picture
     from spillway.report.chart import draw_step
     from spillway.report.chrome import write_chrome_trace
     from spillway.spec.sizes import format_size

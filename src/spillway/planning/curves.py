@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from spillway.planning import Question, answer, asked, figures, with_drives
+from spillway.planning.figures import figures, report_on
+from spillway.planning.question import Question, asked, with_drives
 from spillway.spec.answers import Help, PlanReport
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.model import ModelProfile
@@ -44,15 +45,15 @@ def sweep(question: Question, what: str) -> list[tuple[str, PlanReport]]:
     if what == "batch":
         for factor in (1, 2, 4, 8, 16, 32):
             changed = replace(question.options, gradient_accumulation_steps=factor)
-            points.append((f"{rows * factor} rows", answer(asked(question, machine, changed), False)))
+            points.append((f"{rows * factor} rows", report_on(asked(question, machine, changed))))
     elif what == "drives":
         for count in (1, 2, 3, 4, 6, 8, 12):
-            points.append((f"{count} drives", answer(asked(question, with_drives(machine, count)), False)))
+            points.append((f"{count} drives", report_on(asked(question, with_drives(machine, count)))))
     elif what == "host-memory":
         for size in (16, 32, 64, 128, 256, 512, 768, 1024):
             other = replace(machine, host_bytes=size * 10**9)
             free = replace(question.options, host_memory=None)
-            points.append((f"{size} GB", answer(asked(question, other, free), False)))
+            points.append((f"{size} GB", report_on(asked(question, other, free))))
     elif what == "swapped":
         for moved, plan in question.swapped():
             points.append((f"{moved / 1e9:.1f} GB moved", figures(question, plan)))

@@ -1,0 +1,98 @@
+"""The whole answer of `spillway plan`: what a plan promises, and what would help."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from spillway.model.profile import batch_rows
+from spillway.optim.config import NAMED
+from spillway.planning.figures import report_on
+from spillway.planning.question import OwnModel, Question, ask, asked, with_drives
+from spillway.report.progress import Reporter
+from spillway.spec.answers import Help, PlanReport
+from spillway.spec.errors import UsageError
+from spillway.spec.options import TrainOptions
+from spillway.spec.sizes import format_size
+
+
+def answer(question: Question) -> PlanReport:
+    """Plan, predict, and try what would help."""
+    report = report_on(question)
+    return replace(report, helps=_what_would_help(question, report) if report.fits else _what_would_fit(question))
+
+
+def predict(
+    model: str | nn.Module,
+    hardware: str | None = None,
+    data: tuple[str, ...] = (),
+    example: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> PlanReport:
+    """What `spillway plan` answers: will it fit, how fast, why, and what would help.
+
+    `model`: a directory with a config.json, a hub name, one of the papers' shapes, or any module (on the meta device,
+    too) with an `example`, keyword arguments of one forward; what is computed at a time is then as many rows. The
+    module stays as it is. `hardware`: a name, parts such as "rtx4090+4x990pro+128GB", or a TOML file; None: this
+    machine, measured. `options`: fields of TrainOptions. Raises UsageError.
+    """
+    stores = tuple(options.pop("store", ())) or (".",)
+    own = None
+    if isinstance(model, nn.Module):
+        if example is None:
+            raise UsageError("a module is planned with an example: predict(model, example={...}) of one forward")
+        own = OwnModel(model, example)
+        options = {"per_device_train_batch_size": max(batch_rows(example), 1), **options}
+    name = model if isinstance(model, str) else type(model).__name__
+    given = TrainOptions(model=name, data=data, output_dir="", store=stores, **options)
+    return answer(ask(given, hardware, Reporter(), own))
+
+
+def _changes(question: Question) -> list[tuple[str, Question]]:
+    """What one could change, one thing at a time."""
+    machine, options = question.machine, question.options
+    more_memory = replace(machine, host_bytes=machine.host_bytes + 64 * 10**9)
+    free = replace(options, host_memory=None)
+    twice = replace(options, gradient_accumulation_steps=2 * options.gradient_accumulation_steps)
+    found = [
+        ("one more drive", asked(question, with_drives(machine, len(machine.drives) + 1))),
+        ("64 GB more host memory", asked(question, more_memory, free)),
+        ("twice the batch", asked(question, machine, twice)),
+    ]
+    if NAMED[options.optim][1] == "float32":
+        eight = "adamw_8bit" if options.optim.startswith("adamw") else "lion_8bit"
+        found.append((f"--optim {eight}", asked(question, machine, replace(options, optim=eight))))
+    if options.max_grad_norm > 0:
+        found.append(("--max-grad-norm 0", asked(question, machine, replace(options, max_grad_norm=0.0))))
+    if not machine.drives:
+        found.pop(0)
+    return found
+
+
+def _what_would_help(question: Question, report: PlanReport) -> tuple[Help, ...]:
+    helps = []
+    for change, other in _changes(question):
+        found = report_on(other)
+        if found.fits and found.tokens_per_s > 1.01 * report.tokens_per_s:
+            helps.append(Help(change, found.tokens_per_s / report.tokens_per_s - 1))
+    return tuple(sorted(helps, key=lambda item: -item.gain))
+
+
+def _what_would_fit(question: Question) -> tuple[Help, ...]:
+    """Changes after which it would fit."""
+    options, rows = question.options, question.options.per_device_train_batch_size
+    tries = _changes(question)
+    machine, free = question.machine, replace(options, host_memory=None)
+    if rows > 1:
+        cut = rows * options.gradient_accumulation_steps
+        single = replace(options, per_device_train_batch_size=1, gradient_accumulation_steps=cut)
+        flags = f"--per-device-train-batch-size 1 --gradient-accumulation-steps {cut}"
+        tries.insert(0, (flags, asked(question, machine, single)))
+    for factor in (2, 4, 8):
+        larger = replace(machine, host_bytes=machine.host_bytes * factor)
+        tries.append((f"{format_size(larger.host_bytes)} of host memory", asked(question, larger, free)))
+        if machine.drives:
+            more = with_drives(machine, factor * len(machine.drives))
+            tries.append((f"{factor} times the drives", asked(question, more)))
+    return tuple(Help(change, 0.0) for change, other in tries if other.fits(other.machine, other.profile()))[:3]

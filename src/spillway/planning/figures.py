@@ -1,0 +1,109 @@
+"""What a plan promises: figures, and a picture of the step."""
+
+from dataclasses import dataclass, replace
+
+from spillway.checkpoint.save import MAX_SHARD_BYTES
+from spillway.plan.memory import phase_peaks
+from spillway.plan.occupancy import occupancy
+from spillway.plan.simulate import simulate
+from spillway.planning.question import Question
+from spillway.spec.answers import PlanReport
+from spillway.spec.errors import PlanInfeasible
+from spillway.spec.plan import Kept, Plan, TierPeaks
+from spillway.spec.trace import Trace
+
+# A prediction from catalogue figures is not worth more than this; from measured ones half of it.
+_SPREAD_CATALOGUE, _SPREAD_MEASURED = 0.25, 0.12
+_SECONDS_OF_OWNERSHIP = 3 * 365 * 24 * 3600  # a machine is paid for in three years
+
+
+def report_on(question: Question) -> PlanReport:
+    """Plan and predict."""
+    try:
+        plan = question.plan(question.machine, question.profile())
+    except PlanInfeasible as error:
+        return replace(_known(question), problem=str(error), peaks=error.smallest)
+    return figures(question, plan)
+
+
+def figures(question: Question, plan: Plan) -> PlanReport:
+    """What a plan promises."""
+    base, machine, profile = _known(question), question.machine, question.profile()
+    trace = simulate(plan.ops, plan.pools, machine.hardware)
+    flops = sum(call.flops + profile.backward_flops(call) for call in profile.calls)
+    spread = _SPREAD_MEASURED if question.measured else _SPREAD_CATALOGUE
+    run = plan.step_seconds * question.steps
+    tokens_per_s = base.tokens / plan.step_seconds
+    endurance = machine.endurance_bytes
+    per_second = machine.price / _SECONDS_OF_OWNERSHIP
+    return replace(
+        base,
+        fits=True,
+        peaks=plan.peaks,
+        phases=phase_peaks(profile, plan, MAX_SHARD_BYTES),
+        step_seconds=plan.step_seconds,
+        clipped_step_seconds=plan.wary_step_seconds,
+        tokens_per_s=tokens_per_s,
+        model_flops_per_s=flops / plan.step_seconds,
+        peak_share=flops / plan.step_seconds / machine.peak_flops_per_s if machine.peak_flops_per_s else 0.0,
+        bottleneck=plan.bottleneck,
+        busy_share={lane: busy / trace.seconds for lane, busy in trace.busy_s().items()},
+        update=plan.placement.update,
+        placement={
+            part: _count([getattr(where, part) for where in plan.placement.units]) for part in ("weights", "states")
+        },
+        written_bytes=plan.bytes_written,
+        run_seconds=((1 - spread) * run, (1 + spread) * run),
+        run_written_bytes=plan.bytes_written * question.steps,
+        endurance_share=plan.bytes_written * question.steps / endurance if endurance else 0.0,
+        dollars_per_million_tokens=per_second / tokens_per_s * 1e6,
+        dollars_per_run=per_second * run,
+        activations=_count([_kept_as(kept) for kept in plan.placement.acts]),
+        notes=plan.notes,
+    )
+
+
+def _kept_as(kept: Kept) -> str:
+    """In words."""
+    what = "all" if kept.everything else "inputs and tape" if kept.tape else "inputs"
+    return f"{what} on {kept.tier}"
+
+
+def _count(names: list[str]) -> dict[str, int]:
+    return {name: names.count(name) for name in dict.fromkeys(names)}
+
+
+def _known(question: Question) -> PlanReport:
+    """What the answer is about."""
+    options, profile = question.options, question.profile()
+    return PlanReport(
+        options.model,
+        question.machine.name,
+        sum(unit.num_params for unit in profile.units),
+        profile.tokens,
+        False,
+        "",
+        question.budget(question.machine),
+        TierPeaks(0, 0, 0),
+        options.per_device_train_batch_size * options.gradient_accumulation_steps,
+        options.per_device_train_batch_size,
+        options.policy,
+        run_steps=question.steps,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A predicted step. `memory`: per tier, seconds since its begin and bytes from then on."""
+
+    trace: Trace
+    memory: dict[str, list[tuple[float, int]]]
+    unit_names: list[str]
+
+
+def picture(question: Question) -> Picture:
+    """The predicted step. Raises PlanInfeasible."""
+    profile = question.profile()
+    plan = question.plan(question.machine, profile)
+    trace = simulate(plan.ops, plan.pools, question.machine.hardware)
+    return Picture(trace, occupancy(plan, plan.ops, trace), [unit.name for unit in profile.units])

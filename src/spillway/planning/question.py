@@ -1,0 +1,254 @@
+"""What is asked: a model, what is to be trained on it, and a machine."""
+
+import copy
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from spillway.api import as_dtype
+from spillway.assembly import model_profiler
+from spillway.data import Batches, encode_files
+from spillway.hardware.calibration import as_seen
+from spillway.hardware.catalogue import find_machine
+from spillway.hardware.machine import this_machine
+from spillway.integrations.huggingface import (
+    CAUSAL_LM,
+    build_from_config,
+    config_of,
+    cut_layers,
+    find_directory,
+    gpt2_config,
+    max_positions,
+)
+from spillway.integrations.tokenizer import load_tokenizer, pad_id
+from spillway.model.profile import batch_rows
+from spillway.optim.config import Rule, settings_of, state_format
+from spillway.plan.request import PlanRequest
+from spillway.plan.search import fits, make_plan, swapped_plans
+from spillway.report.progress import Reporter
+from spillway.spec.errors import UsageError
+from spillway.spec.hardware import Budget
+from spillway.spec.machine import Machine
+from spillway.spec.model import ModelProfile
+from spillway.spec.options import TrainOptions
+from spillway.spec.plan import KeepPoints, Plan
+from spillway.spec.sizes import parse_size
+from spillway.store.disk import even_geometry, free_on
+
+# The GPT shapes of the papers: layers, heads, hidden (vocabulary 50,257).
+GPT_SHAPES = {
+    "gpt-1b": (24, 16, 2048),
+    "gpt-10b": (48, 32, 4096),
+    "gpt-13b": (40, 40, 5120),
+    "gpt-33b": (60, 52, 6656),
+    "gpt-65b": (80, 64, 8192),
+    "gpt-135b": (88, 88, 11264),
+    "gpt-175b": (96, 96, 12288),
+    "gpt-276b": (112, 112, 14336),
+    "gpt-412b": (128, 128, 16384),
+}
+# Libraries and a CUDA context, before anything of ours.
+_PROCESS_BYTES = 2 << 30
+# Micro-batches that are compared, the largest ones that fit.
+_MICRO_BATCHES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class OwnModel:
+    """A module of the user's, and keyword arguments of one forward of it."""
+
+    module: nn.Module
+    example: Mapping[str, Any]
+
+    def on_meta(self) -> nn.Module:
+        """The module without its weights; it itself stays as it is."""
+        params = dict(self.module.named_parameters())
+        bare = {id(param): nn.Parameter(param.detach().to("meta"), param.requires_grad) for param in params.values()}
+        return copy.deepcopy(self.module, dict(bare))
+
+    def batch(self, rows: int) -> dict[str, Any]:
+        """The example with so many rows."""
+        have = batch_rows(self.example)
+
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.dim() or tensor.shape[0] != have:
+                return tensor
+            return tensor[torch.arange(rows) % have]
+
+        return dict(tree_map_only(torch.Tensor, resized, dict(self.example)))
+
+
+@dataclass(slots=True)
+class Question:
+    """A model, what is to be trained on it, and a machine. Profiles are made once per shape of the batch."""
+
+    options: TrainOptions
+    machine: Machine
+    measured: bool
+    steps: int
+    own: OwnModel | None = None
+    _profiles: dict[tuple[int, int, int | None, str, int], ModelProfile] = field(default_factory=dict)
+
+    def budget(self, machine: Machine) -> Budget:
+        """What the options allow of the machine."""
+
+        def given(text: str | None, most: int) -> int:
+            return most if text is None else min(parse_size(text), most)
+
+        host = given(self.options.host_memory, int(0.9 * machine.host_bytes))
+        process = min(_PROCESS_BYTES, host // 4)
+        device = host if machine.hardware.device == "cpu" else int(0.95 * machine.device_bytes)
+        disk = given(self.options.disk_memory, machine.disk_bytes)
+        return Budget(given(self.options.device_memory, device), host, disk, process)
+
+    def settings(self, **changed: Any) -> Rule:
+        """The optimizer."""
+        return settings_of(replace(self.options, **changed))
+
+    def profile(self, rows: int | None = None, layers: int | None = None, settings: Rule | None = None) -> Any:
+        """Of a step with so many rows (as many as the options say), and of so many blocks. Rows that are accumulated
+        are computed one micro-batch after another inside each unit, as `train` does."""
+        options = self.options
+        length = 0 if self.own else fitting_length(options)
+        rows = rows or options.per_device_train_batch_size * options.gradient_accumulation_steps
+        settings = settings or self.settings()
+        form = state_format(settings)
+        micro = min(options.per_device_train_batch_size, rows)
+        key = (rows, micro, layers, repr(form), length)
+        if key not in self._profiles:
+            if self.own is not None:
+                model, batch = self.own.on_meta(), self.own.batch(rows)
+            else:
+                model = build(self.options.model, as_dtype(self.options.dtype), layers, length)
+                ids = torch.zeros(rows, length, dtype=torch.int64)
+                batch = {"input_ids": ids, "labels": ids}
+            self._profiles[key] = model_profiler(model, form, batch, micro)
+        return self._profiles[key]
+
+    def plan(self, machine: Machine, profile: ModelProfile) -> Plan:
+        """Raises PlanInfeasible."""
+        return make_plan(profile, machine.hardware, self.budget(machine), self._request(machine))
+
+    def swapped(self) -> list[tuple[float, Plan]]:
+        """Plans that move more and more activations, and how many bytes."""
+        machine = self.machine
+        budget, request = self.budget(machine), self._request(machine)
+        return swapped_plans(self.profile(), machine.hardware, budget, request)
+
+    def fits(self, machine: Machine, profile: ModelProfile) -> bool:
+        """Whether there is a plan."""
+        return fits(profile, machine.hardware, self.budget(machine), self._request(machine))
+
+    def _request(self, machine: Machine) -> PlanRequest:
+        options = self.options
+        return PlanRequest(
+            options.update,
+            options.weights,
+            options.states,
+            options.waits_for_norm,
+            1,
+            machine.disk_bytes > 0,
+            KeepPoints(options.save_total_limit, options.save_total_limit > 0),
+            options.activations,
+            options.policy,
+        )
+
+
+def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: OwnModel | None = None) -> Question:
+    """The question about a machine by name, or about this one, measured. Raises UsageError for what makes no sense."""
+    options.check()
+    paths = tuple(map(Path, options.store))
+    if hardware is None:
+        machine = this_machine(paths, free_on(even_geometry(paths)))
+        machine = replace(machine, hardware=as_seen(machine.hardware, paths))
+    else:
+        machine = find_machine(hardware)
+    return Question(options, machine, hardware is None, count_steps(options, reporter), own)
+
+
+def asked(question: Question, machine: Machine, options: TrainOptions | None = None) -> Question:
+    """The same question about another machine, or with other options."""
+    options = options or question.options
+    return Question(options, machine, question.measured, question.steps, question.own, question._profiles)
+
+
+def with_batch_tokens(question: Question, tokens: int) -> Question:
+    """With so many tokens a step: whole rows, and as many of them at a time inside each unit as make the fastest plan.
+    Raises UsageError for less than a row."""
+    length = fitting_length(question.options)
+    rows = tokens // length
+    if rows < 1:
+        raise UsageError(f"--batch-tokens {tokens} is less than one row of {length} tokens: see --max-length")
+    found: list[tuple[float, int, Question]] = []
+    micro = rows
+    while micro:
+        cut = replace(
+            question.options, per_device_train_batch_size=micro, gradient_accumulation_steps=-(-rows // micro)
+        )
+        other = asked(question, question.machine, cut)
+        if rows % micro == 0 and other.fits(other.machine, other.profile()):
+            found.append((other.plan(other.machine, other.profile()).step_seconds, -micro, other))
+        if len(found) == _MICRO_BATCHES:
+            break
+        micro //= 2
+    return min(found, key=lambda item: item[:2])[2] if found else other
+
+
+def with_drives(machine: Machine, count: int) -> Machine:
+    """The machine with so many of its drives."""
+    have = max(len(machine.drives), 1)
+    hardware, scale = machine.hardware, count / have
+    drives = tuple(machine.drives[:1] * count)
+    return replace(
+        machine,
+        drives=drives,
+        disk_bytes=int(machine.disk_bytes * scale),
+        hardware=replace(
+            hardware,
+            read_bytes_per_s=hardware.read_bytes_per_s * scale,
+            write_bytes_per_s=hardware.write_bytes_per_s * scale,
+        ),
+    )
+
+
+def fitting_length(options: TrainOptions) -> int:
+    """--max-length, or what the model has positions for."""
+    if gpt_shape(options.model):
+        return options.max_length
+    return min(options.max_length, max_positions(find_directory(options.model)) or options.max_length)
+
+
+def count_steps(options: TrainOptions, reporter: Reporter) -> int:
+    """Optimizer steps of the run, where the options or the data say so; otherwise 0."""
+    if options.max_steps > 0 or not options.data:
+        return max(options.max_steps, 0)
+    tokenizer, length = load_tokenizer(find_directory(options.model)), fitting_length(options)
+    with reporter.counting("reading data") as counter:
+        encoded = encode_files(options.data, tokenizer, length, counter.reach)
+    rows = options.per_device_train_batch_size * options.gradient_accumulation_steps
+    batches = Batches(encoded.samples, rows, length, options.seed, options.packing, pad_id(tokenizer))
+    return max(math.ceil(options.num_train_epochs * batches.per_epoch()), 1)
+
+
+def gpt_shape(name: str) -> tuple[int, int, int] | None:
+    """Layers, heads and width of one of the papers' shapes. Raises UsageError for one that they do not have."""
+    shape = GPT_SHAPES.get(name.lower())
+    if shape is None and re.fullmatch(r"gpt-[0-9.]+b", name.lower()):
+        raise UsageError(f"there is no shape '{name}': known are {', '.join(GPT_SHAPES)}")
+    return shape
+
+
+def build(name: str, dtype: torch.dtype, layers: int | None = None, positions: int = 0) -> nn.Module:
+    """A model on the meta device by directory (only its config.json is read), hub name, or shape of the papers."""
+    shape = gpt_shape(name)
+    config = gpt2_config(*shape, max(positions, 1024)) if shape else config_of(find_directory(name))
+    if layers is not None:
+        cut_layers(config, layers)
+    return build_from_config(config, CAUSAL_LM, dtype)
