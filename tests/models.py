@@ -197,6 +197,14 @@ def two_lists() -> nn.Module:
     return TwoLists()
 
 
+def partly_frozen() -> nn.Module:
+    """Blocks of which a part is trained, between an embedding and a head that are frozen, as with adapters."""
+    model = llama()
+    for name, param in model.named_parameters():
+        param.requires_grad_("q_proj" in name or "layernorm" in name)
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "gpt2": gpt2,
@@ -206,6 +214,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixtral": mixtral,
     "vit": vit,
     "dit": dit,
+    "partly_frozen": partly_frozen,
 }
 
 
