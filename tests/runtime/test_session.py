@@ -17,6 +17,7 @@ import spillway
 from spillway.api import close, read_parameters, save_point
 from spillway.assembly import prepared
 from spillway.checkpoint import points
+from spillway.runtime.lanes import LaneWorker
 from spillway.spec.errors import DiskError, UsageError
 from spillway.store.disk import StripedDisk
 
@@ -373,10 +374,20 @@ def test_a_drive_that_fails_between_backward_and_step_is_not_forgotten(
     close(model)
 
 
-def test_a_guess_that_may_be_taken_back_cannot_be_looked_at(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delay", (0.0, 0.2))
+def test_a_guess_that_may_be_taken_back_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: float
+) -> None:
     model, optimizer = on_disk(tmp_path, "overlap")
     for number in range(5):
         step(model, optimizer, number)
+    read = LaneWorker._read_state
+
+    def read_late(self: LaneWorker, *of: Any) -> None:
+        time.sleep(delay)  # so that no update has run when backward returns
+        read(self, *of)
+
+    monkeypatch.setattr(LaneWorker, "_read_state", read_late)
     model(**models.batch("llama", 6)).loss.backward()
     with pytest.raises(UsageError, match=r"call optimizer.step\(\) first"):
         read_parameters(model)

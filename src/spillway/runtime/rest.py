@@ -40,8 +40,10 @@ class Rest:
     def refuse_guess(self) -> None:
         """Raise UsageError while a guess at a step may still have to be taken back."""
         if self._rounds.is_complete and self._engine.is_running:
-            step = self._engine.step
-            if step.may_take_back and step.applied_scale is not None:
+            step, ops = self._engine.step, self._engine.in_force.plan.ops
+            guesses = step.may_take_back and not step.own.sweeping
+            # Whether one of them has run yet is a matter of chance.
+            if guesses and any(op.kind == "UPDATE" and not op.late for op in ops):
                 raise UsageError("backward has run and the step is not finished: call optimizer.step() first")
 
     def await_lanes(self) -> None:
