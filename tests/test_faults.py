@@ -14,7 +14,7 @@ import killing
 _TRAIN = (
     "import sys, spillway.native as n; init = n.DiskEngine.__init__\n"
     "n.DiskEngine.__init__ = lambda self, depth=32, block=1 << 20, uring=False: init(self, depth, block, False)\n"
-    "from spillway.cli.main import main; main(sys.argv[1:])"
+    "from spillway.__main__ import main; main()"
 )
 
 

@@ -83,7 +83,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run(arguments(model, data, whole, "--max-steps", "12", *where)) == 0
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "spillway.cli.main", *arguments(model, data, cut, "--max-steps", "12", *where)]
+    command = [sys.executable, "-m", "spillway", *arguments(model, data, cut, "--max-steps", "12", *where)]
     child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     wait_for_step(cut, 2)
     child.send_signal(signal.SIGINT)

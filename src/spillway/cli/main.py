@@ -1,4 +1,4 @@
-"""Entry point of the `spillway` command."""
+"""The `spillway` command and its exit codes."""
 
 import json
 import sys
@@ -45,14 +45,8 @@ cli.add_command(probe_command)
 cli.add_command(doctor_command)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit with its code. Errors are one sentence on standard error."""
-    given = sys.argv[1:] if arguments is None else arguments
-    sys.exit(run(given))
-
-
 def run(arguments: list[str]) -> int:
-    """The exit code of a command line."""
+    """Run a command line; its exit code. Errors are one sentence on standard error."""
     try:
         cli.main(args=arguments, prog_name="spillway", standalone_mode=False)
         return 0
@@ -73,7 +67,3 @@ def _fail(message: str, code: int, arguments: list[str]) -> int:
         print(json.dumps({"error": message, "exit_code": code}))
     print(f"spillway: {message}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    main()
