@@ -17,7 +17,7 @@ from spillway.checkpoint.sources import persistent_buffers
 from spillway.model.guards import guard
 from spillway.model.units import find_units
 from spillway.optim.optimizer import StreamingOptimizer
-from spillway.origins import Origins, comes_from, loaded_in
+from spillway.origins import Origins, comes_from
 from spillway.plan.request import PlanRequest, space_of
 from spillway.planner import Planner, make_budget
 from spillway.runtime.device import Device, open_device
@@ -68,7 +68,7 @@ def prepared(model: nn.Module) -> Prepared:
 
 
 def check_fresh(model: nn.Module) -> None:
-    """Raise UsageError for a model that streams already, or that has no weights."""
+    """Raise UsageError for a model that streams already, or that is compiled whole."""
     wrapped = any(isinstance(module, torch._dynamo.OptimizedModule) for module in model.modules())
     if wrapped or model._compiled_call_impl is not None:
         raise UsageError(
@@ -77,8 +77,6 @@ def check_fresh(model: nn.Module) -> None:
         )
     if model in _prepared:
         raise UsageError("this model was prepared before: build or load it anew")
-    if not loaded_in(model) and any(param.is_meta for param in model.parameters()):
-        raise UsageError("the model is on the meta device and was not made by spillway.load: there are no weights")
 
 
 def assemble(
