@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -329,6 +330,42 @@ def test_the_backward_of_an_older_forward_is_refused(tmp_path: Path) -> None:
     sums = model(**models.batch("llama", 0)).loss + model(**models.batch("llama", 1)).loss
     with pytest.raises(UsageError, match="an earlier forward"):
         sums.backward()
+    spillway.close(model)
+
+
+class Stashing(nn.Module):
+    """A block that leaves something behind besides what it returns."""
+
+    def __init__(self, stash: Callable[[nn.Linear, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.stash = nn.Linear(8, 8), stash
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left = self.stash(self.linear, x)
+        return x + self.linear(x).relu()
+
+
+class Stashes(nn.Module):
+    def __init__(self, stash: Callable[[nn.Linear, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Stashing(stash) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.sum() + sum(block.left.sum() for block in self.blocks)
+
+
+@pytest.mark.parametrize("activations", ("recompute", "tape", "keep", "host"))
+@pytest.mark.parametrize("stash", (lambda linear, x: linear(x).softmax(-1), lambda _, x: x), ids=("computed", "input"))
+def test_a_loss_of_what_a_unit_does_not_return_is_refused(
+    stash: Callable[[nn.Linear, torch.Tensor], torch.Tensor], activations: str
+) -> None:
+    model, _ = spillway.prepare(Stashes(stash), spillway.AdamW(), device="cpu", activations=activations)
+    with pytest.raises(UsageError, match=r"computed within Stashing\.forward"):
+        model(torch.ones(2, 8)).backward()
     spillway.close(model)
 
 

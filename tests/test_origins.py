@@ -29,7 +29,7 @@ class Reward(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         bodies = (self.first, self.second)
-        hidden = [body(input_ids=input_ids, use_cache=False).last_hidden_state.mean(1) for body in bodies]
+        hidden = [body(input_ids=input_ids).last_hidden_state.mean(1) for body in bodies]
         return self.head(torch.cat(hidden, dim=-1)).square().mean()
 
 

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,16 +197,28 @@ def _copies(model: nn.Module) -> dict[int, nn.Parameter]:
 
 
 def _adapt(model: nn.Module, session: Session, label_smoothing: float = 0.0) -> None:
-    """Only a transformers model needs transformers. Raises UsageError where the loss is not theirs to smooth."""
-    inner: Any = model
-    if comes_from("peft", model):
-        from spillway.integrations.peft import refuse_merging
+    """The transformers models in it, which is all that needs transformers. Raises UsageError where the loss is not
+    theirs to smooth."""
+    parts = list(_library_models(model))
+    for part in parts:
+        inner: Any = part
+        if comes_from("peft", part):
+            from spillway.integrations.peft import refuse_merging
 
-        refuse_merging(model, session)
-        inner = inner.get_base_model()
-    if comes_from("transformers", inner):
-        from spillway.integrations.huggingface import adapt
+            refuse_merging(part, session)
+            inner = inner.get_base_model()
+        if comes_from("transformers", inner):
+            from spillway.integrations.huggingface import adapt
 
-        adapt(inner, model, session, label_smoothing)
-    elif label_smoothing:
+            adapt(inner, part, session, label_smoothing if part is model else 0.0)
+    if label_smoothing and model not in parts:
         raise UsageError(f"label smoothing is not for {type(model).__name__}: its loss is its own")
+
+
+def _library_models(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that come from transformers or peft."""
+    if comes_from("peft", module) or comes_from("transformers", module):
+        yield module
+        return
+    for child in module.children():
+        yield from _library_models(child)

@@ -130,3 +130,31 @@ def test_a_vocabulary_of_256k_at_8k_tokens_takes_less_than_a_gigabyte() -> None:
     profile = model_profiler(model, EXACT, {"input_ids": ids, "labels": ids}, None)
     head = next(call for call in profile.calls if call.kind == "LOSS")
     assert 0 < head.work_bytes < 10**9
+
+
+class Weighted(nn.Module):
+    """A module of one's own around a language model, which it asks twice."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        chosen = self.inner(**batch).loss
+        return chosen - 0.1 * self.inner(**{**batch, "labels": batch["input_ids"]}).loss
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_the_loss_of_a_model_within_another_module_is_in_pieces(tmp_path: Path) -> None:
+    plain = Weighted(models.llama())
+    model, optimizer = spillway.prepare(
+        copy.deepcopy(plain), spillway.SGD(lr=LR, momentum=0.0, max_grad_norm=None), store=tmp_path, device="cpu"
+    )
+    loss = model(**models.batch("llama", 0))
+    loss.backward()
+    optimizer.step()
+    schedule = prepared(model).session.engine.schedule
+    assert schedule is not None
+    assert [shape.kind for shape in schedule.shapes].count("LOSS") == 2
+    assert_like(plain, plain(**models.batch("llama", 0)), loss.item(), spillway.api.read_parameters(model))
+    close(model)

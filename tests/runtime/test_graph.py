@@ -24,7 +24,7 @@ def forward(slot: torch.Tensor, moves: bool) -> tuple[Graph, torch.Tensor, torch
     """A small unit with its weight in a slot: the graph, the input's leaf and the output."""
     weight = slot[:256].view(torch.float32).view(8, 8).requires_grad_()
     x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-    graph = Graph(slot, {"weight": weight}, [x], [], moves)
+    graph = Graph("linear", slot, {"weight": weight}, [x], [], moves)
     with torch.autograd.graph.saved_tensors_hooks(graph.pack, graph.unpack):
         output = functional.gelu(functional.linear(x.clone(), weight)).square()
     graph.note([x], [output])

@@ -1,6 +1,7 @@
 """Hugging Face models: built on the meta device from their config, trained with a chunked cross-entropy, saved with
 everything `from_pretrained` wants. The only file that imports transformers for models."""
 
+import inspect
 import re
 import shutil
 from collections.abc import Collection
@@ -12,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 
+from spillway.integrations.captures import captured
 from spillway.integrations.loss import install_loss
 from spillway.integrations.masks import masks_told, read_masks
 from spillway.runtime.schedules import Look
@@ -215,11 +217,16 @@ def save_config(model: nn.Module, directory: Path, source: Path | None, dtype: t
 
 def adapt(model: nn.Module, called: nn.Module, session: Session, label_smoothing: float) -> None:
     """Make a transformers model train well: no key-value cache, and logits that are never whole in memory. `called`:
-    it, or what hands its batches on to it. Raises UsageError where its loss cannot be smoothed."""
+    it, or what hands its batches on to it; that may be a part of what is trained. Raises UsageError where its loss
+    cannot be smoothed."""
     if not isinstance(model, transformers.PreTrainedModel):
         return
-    session.batch_hooks.append(lambda args, kwargs: _without_cache(model, kwargs))
-    session.schedules.looks.append(Look(read_masks, masks_told))
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel) and getattr(part.config, "use_cache", False):
+            _train_without_cache(part, session)
+    if called is session.model:  # what a part is called with is not known before it is
+        session.schedules.looks.append(Look(read_masks, masks_told))
+    session.side_outputs = captured
     _tell_device(model, session)
     install_loss(model, called, session, label_smoothing)
 
@@ -237,7 +244,16 @@ def _tell_device(model: transformers.PreTrainedModel, session: Session) -> None:
     session.on_undo.append(undo)
 
 
-def _without_cache(model: transformers.PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    if getattr(model.config, "use_cache", False) and "use_cache" not in kwargs:
-        return {**kwargs, "use_cache": False}
-    return kwargs
+def _train_without_cache(model: transformers.PreTrainedModel, session: Session) -> None:
+    """Unless it is asked for one. A backward that computes a block again would add its keys to the cache once more."""
+    if "use_cache" not in inspect.signature(model.forward).parameters:
+        return
+
+    def turn_off(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not torch.is_grad_enabled() or "use_cache" in kwargs:
+            return None
+        return args, {**kwargs, "use_cache": False}
+
+    session.on_undo.append(model.register_forward_pre_hook(turn_off, with_kwargs=True).remove)

@@ -206,9 +206,10 @@ def install_loss(
 ) -> None:
     """Chunk the loss of a model, whose batches `called` is called with, where that is known to be right. Raises
     UsageError where smoothing is asked of a loss that is the model's own."""
-    head, loss = model.get_output_embeddings(), getattr(model, "loss_function", None)
+    head = model.get_output_embeddings()
     is_plain = isinstance(head, nn.Linear) and head._compiled_call_impl is None
-    if is_plain and getattr(loss, "__name__", "") in _SHIFTS:
+    # (A model without a head would warn of having no loss.)
+    if is_plain and getattr(getattr(model, "loss_function", None), "__name__", "") in _SHIFTS:
         ChunkedLoss(model, called, session, head, label_smoothing).install()
     elif label_smoothing:
         raise UsageError(_no_smoothing(model))

@@ -49,7 +49,7 @@ class Activations:
             return None
         own = self._schedule.shapes[index].acts
         shared = [tensor for hole, tensor in zip(call.holes, tensors, strict=True) if hole not in own]
-        graph = Graph(slot, weights, tensors, shared, self._moves(index))
+        graph = Graph(call.name, slot, weights, tensors, shared, self._moves(index))
         self._graphs.append(graph)
         return graph
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.profile import CallShape, UnitCall
-from spillway.runtime.graph import Graph, Root
+from spillway.runtime.graph import Graph, Root, bypass
 from spillway.runtime.tape import Tape
 from spillway.spec.errors import UsageError, invariant
 
@@ -22,6 +22,11 @@ class FlatCall:
     spec: TreeSpec
     leaves: tuple[Any, ...]
     holes: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the function, for messages."""
+        return getattr(self.function, "__qualname__", "a unit")
 
     def run(self, tensors: list[torch.Tensor]) -> tuple[list[Any], TreeSpec]:
         """Call the function with these tensors; its result flattened."""
@@ -117,8 +122,13 @@ def _drop(tensor: torch.Tensor) -> None:
     """Autograd saves nothing in the first forward: backward computes it again."""
 
 
-def _never(nothing: None) -> torch.Tensor:
-    raise AssertionError("the forward of a unit kept something for a backward that is recomputed")
+def _refuse(name: str) -> Callable[[object], torch.Tensor]:
+    """For what was dropped, and gradients that nobody waits for."""
+
+    def refuse(_: object) -> torch.Tensor:
+        raise bypass(name)
+
+    return refuse
 
 
 def run_forward(
@@ -138,12 +148,16 @@ def run_forward(
     Raises UsageError where the unit changes an input in place: it could not be computed again.
     """
     rng, parts = [], []
-    pack, unpack = (_drop, _never) if graph is None else (graph.pack, graph.unpack)
+    refuse = _refuse(call.name)
+    pack, unpack = (_drop, refuse) if graph is None else (graph.pack, graph.unpack)
     versions = [tensor._version for tensor in tensors]
     spec: TreeSpec | None = None
     for piece in pieces(call, shape, tensors):
         rng.append(rng_state(device))
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in piece]
+        for tensor in inputs:
+            if tensor.requires_grad:
+                tensor.register_hook(refuse if graph is None else graph.refuse_bypass)
         taping = nullcontext() if tape is None else tape.record()
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack), taping:
             outputs, spec = call.run(inputs)
@@ -153,7 +167,7 @@ def run_forward(
         del inputs, outputs
     if versions != [tensor._version for tensor in tensors]:
         raise UsageError(
-            f"{getattr(call.function, '__qualname__', 'a unit')} changes one of its inputs in place, so backward could "
+            f"{call.name} changes one of its inputs in place, so backward could "
             f"not compute it again: let it work on a copy"
         )
     invariant(spec is not None, "a call has at least one micro-batch")

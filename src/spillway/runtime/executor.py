@@ -2,6 +2,7 @@
 and its leases are granted. The compute lane is the caller's own thread. Nothing here knows what comes next: the list
 does."""
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -57,6 +58,8 @@ class Executor:
         ]
         for thread in self._threads:
             thread.start()
+        # A lane that is within an operator when the interpreter ends would take the process down with SIGABRT.
+        atexit.register(self.close)
 
     # The caller's side #
 
@@ -182,6 +185,7 @@ class Executor:
 
     def close(self) -> None:
         """End the lanes."""
+        atexit.unregister(self.close)
         self.abandon()
         with self._changed:
             self._closed = True

@@ -7,10 +7,19 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from spillway.runtime.window import Gradients
+from spillway.spec.errors import UsageError
 from spillway.spec.sizes import align
 from spillway.store.arena import PAGE
 
 _SLOT = -1
+
+
+def bypass(name: str) -> UsageError:
+    """That backward reached the inside of a call by another way than its outputs."""
+    return UsageError(
+        f"the loss depends on something that was computed within {name} and is not what it returns (an attribute that "
+        f"it sets, for instance), and what that needs for its backward is not kept: return it"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +51,20 @@ class Graph:
 
     Weights are not kept: their slot serves other units before backward. With `moves`, neither are the bytes of other
     tensors: `release` gives them away, `bring_back` tells where they are again. `shared`: inputs that others keep, too.
+    `name`: of the call, for messages.
     """
 
     def __init__(
         self,
+        name: str,
         slot: torch.Tensor,
         leaves: dict[str, torch.Tensor],
         inputs: list[torch.Tensor],
         shared: list[torch.Tensor],
         moves: bool,
     ) -> None:
+        self._name = name
+        self._is_back = False
         self.shapes = [tensor.shape for tensor in inputs]
         self._moves = moves
         self._leaves = leaves
@@ -110,22 +123,28 @@ class Graph:
 
     def bring_back(self, slot: torch.Tensor, gradients: Gradients | None, slab: torch.Tensor | None) -> None:
         """The unit is in a slot again, what was moved in a slab."""
-        self._slot, self._slab = slot, slab
+        self._slot, self._slab, self._is_back = slot, slab, True
         if gradients is not None:
             for name, leaf in self._leaves.items():
                 gradients.collect(name, leaf)
 
     def unpack(self, kept: "torch.Tensor | _Place") -> torch.Tensor:
-        """The tensor again."""
+        """The tensor again. Raises UsageError outside of the call's own backward."""
+        self.refuse_bypass()
         if isinstance(kept, torch.Tensor):
             return kept
         base = self._slot if kept.storage == _SLOT else self._held.get(kept.storage, self._slab)
         if base is None:
-            raise AssertionError("a tensor is wanted before it was brought back")
+            raise AssertionError("a tensor was moved away and its slab did not come back")
         start = base.storage_offset() + self._offsets.get(kept.storage, 0)
         empty = torch.empty(0, dtype=kept.dtype, device=base.device)
         offset = (start + kept.byte_offset) // kept.dtype.itemsize
         return empty.set_(base.untyped_storage(), offset, kept.shape, kept.stride)
+
+    def refuse_bypass(self, _: object = None) -> None:
+        """Raise UsageError outside of the call's own backward."""
+        if not self._is_back:
+            raise bypass(self._name)
 
     def take(self, index: int) -> tuple[list[torch.Tensor], list[Root]]:
         """Inputs and outputs of a micro-batch, which are then forgotten here."""
@@ -136,7 +155,7 @@ class Graph:
     def close(self) -> None:
         """Backward is over, or will not come: let go of everything. Autograd's nodes hold this object and it holds
         them, so nobody else would."""
-        self._slot = self._slab = None
+        self._slot, self._slab, self._is_back = None, None, False
         self._inputs, self._roots, self._held = [], [], {}
         for leaf in self._leaves.values():
             leaf.grad = None

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ class Schedules:
 
     def _try(self, profile: Callable[[], list[CallRecord]]) -> list[CallRecord]:
         for attempt in self.trials:
-            return attempt(profile)
+            profile = partial(attempt, profile)
         return profile()
 
     def _profile_fake(

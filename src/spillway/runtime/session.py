@@ -25,7 +25,7 @@ from spillway.runtime.lanes import Due, StepState
 from spillway.runtime.rest import Rest
 from spillway.runtime.rounds import Rounds
 from spillway.runtime.schedules import Planner, Schedule, Schedules
-from spillway.runtime.unit import run_in_step, stand_down, stand_in
+from spillway.runtime.unit import SideOutputs, returned_alone, run_in_step, stand_down, stand_in
 from spillway.runtime.window import Gradients, bind_residents, unbind_residents, weight_views
 from spillway.spec.errors import UsageError
 from spillway.spec.model import ModelProfile
@@ -70,7 +70,7 @@ class Session:
         self.hypers: Callable[[], list[Hyper]] = list
         self.clipping = Clipping()
         self.loss_scale = LossScale()
-        self.batch_hooks: list[Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]] = []
+        self.side_outputs: SideOutputs = returned_alone
         self.on_undo: list[Callable[[], None]] = []
         self.schedules = Schedules(
             model,
@@ -104,17 +104,12 @@ class Session:
     def open(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Schedule:
         """Plan for this batch, take the memory and the disk space, and load the weights. Without a batch only the
         resting places are planned. Raises PlanInfeasible and DiskError before anything is computed."""
-        kwargs = kwargs or {}
-        for hook in self.batch_hooks:
-            kwargs = hook(args, kwargs)
-        schedule = self.schedules.of(args, kwargs)
+        schedule = self.schedules.of(args, kwargs or {})
         self.engine.open(schedule)
         return schedule
 
     def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelProfile:
         """What a step on this batch would be, without opening anything."""
-        for hook in self.batch_hooks:
-            kwargs = hook(args, kwargs)
         return self.schedules.of(args, kwargs).profile
 
     def _open_empty(self) -> None:
@@ -131,19 +126,13 @@ class Session:
 
     # The user's forward #
 
-    def _before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.schedules.is_profiling:
-            return None
-        if not torch.is_grad_enabled():
-            if not self._in_step:
-                self._begin_forward_only(args, kwargs)
-            return None
-        for hook in self.batch_hooks:
-            kwargs = hook(args, kwargs)
-        self._begin(args, kwargs)
-        return args, kwargs
+            return
+        if torch.is_grad_enabled():
+            self._begin(args, kwargs)
+        elif not self._in_step:
+            self._begin_forward_only(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._in_forward = False
@@ -299,7 +288,8 @@ class Session:
         """Raise UsageError for the backward of a forward whose activations are gone."""
         if step_number != self.step_number or not self._in_step:
             raise UsageError(
-                "backward came for the loss of an earlier forward: run loss.backward() before the next forward"
+                "backward came for the loss of an earlier forward: run loss.backward() before the next forward, or, "
+                "where a loss needs several, prepare a module whose forward calls the model as often and returns it"
             )
 
     @property

@@ -25,6 +25,20 @@ if TYPE_CHECKING:
     from spillway.runtime.session import Session
 
 
+# Given a unit's forward: one that also returns what the unit gives by another way than what it returns, and what takes
+# that out of its result again and hands it on.
+SideOutputs = Callable[[Callable[..., Any]], tuple[Callable[..., Any], Callable[[Any], Any]]]
+
+
+def returned_alone(original: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    """The SideOutputs of a unit that gives nothing else."""
+    return original, _as_it_is
+
+
+def _as_it_is(result: Any) -> Any:
+    return result
+
+
 class UnitForward:
     """Callable in the place of a module's `forward`: runs inside a step, on its own, or under the profiler."""
 
@@ -36,7 +50,8 @@ class UnitForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the original forward returns."""
-        return self._session.call(UnitCall(self._unit, self._member, self.original, args, kwargs))
+        function, hand_on = self._session.side_outputs(self.original)
+        return hand_on(self._session.call(UnitCall(self._unit, self._member, function, args, kwargs)))
 
 
 def stand_in(session: "Session", units: tuple[Unit, ...], placeholders: dict[str, nn.Parameter]) -> None:
