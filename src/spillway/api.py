@@ -1,7 +1,7 @@
 """The Python API: load, prepare, save."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from spillway.checkpoint.sources import persistent_buffers
 from spillway.model.units import Unit
 from spillway.optim.clip import Clipping, LossScale
 from spillway.optim.config import SGD, AdamW, Lion, Rule, state_format
+from spillway.optim.groups import named_groups
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.origins import comes_from, note_origin
 from spillway.plan.request import PlanRequest
@@ -93,6 +94,7 @@ def prepare(
     states: str = "auto",
     policy: str = "auto",
     label_smoothing: float = 0.0,
+    param_groups: Iterable[Mapping[str, Any]] = (),
     example: Mapping[str, Any] | None = None,
     resume: bool | str | os.PathLike[str] = False,
     keep: KeepPoints = LAST_POINT,
@@ -107,7 +109,8 @@ def prepare(
     products and attention are kept where they fit), or where all that autograd saves is kept as far as it fits: "keep"
     (on the device), "host" or "disk". `weights`, `states`: "auto", "device", "host" or "disk". `policy`: "auto", or the
     planner of another system that makes the plan (see `spillway.plan.policies`). `label_smoothing`: of the loss of a
-    transformers model. `example`: keyword arguments of the longest batch to come; with it everything is planned and
+    transformers model. `param_groups`: as torch.optim takes them ({"params": [...], "lr": 1e-5}), of parameters that
+    are not to be trained with the optimizer's own settings; all others are, in groups after these. `example`: keyword arguments of the longest batch to come; with it everything is planned and
     checked now, otherwise at the first forward. `resume`: go on from the last saved point in `store`, or in the
     directory given; budgets, device and drives may differ from those of the run that saved it. `num_steps` of the
     optimizer then tells how many steps lie behind; the learning rate is the one given here, so let a scheduler go on
@@ -118,6 +121,7 @@ def prepare(
     """
     settings = AdamW() if optimizer is None else optimizer
     _check(model, settings, micro_batch, gradient_accumulation_steps)
+    own_groups = named_groups(model, param_groups, settings)
     clipping = Clipping(settings.clip_by, settings.max_grad_norm)
     is_half = any(param.dtype is torch.float16 for param in model.parameters() if param.requires_grad)
     loss_scale = LossScale.of(settings.loss_scale, is_half)
@@ -129,7 +133,7 @@ def prepare(
     parts = assemble(model, state_format(settings), place, request, micro_batch, resume, label_smoothing)
     session = parts.session
     streaming = StreamingOptimizer(
-        settings, session.placeholders, loss_scale, lambda: _finish(model, streaming), parts.points.step
+        settings, session.placeholders, loss_scale, lambda: _finish(model, streaming), parts.points.step, own_groups
     )
     session.hypers, session.clipping, session.loss_scale = streaming.hypers, clipping, loss_scale
     session.engine.segments = [_segments(unit, session, streaming) for unit in session.units]

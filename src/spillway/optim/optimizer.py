@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from spillway.optim.clip import LossScale
 from spillway.optim.config import Rule
+from spillway.optim.groups import NamedGroup
 from spillway.optim.update import Hyper
 from spillway.spec.errors import NonFinite, SkippedStep, UsageError
 
@@ -28,7 +29,8 @@ class StreamingOptimizer(torch.optim.Optimizer):
 
     The update runs during `loss.backward()`, or unit by unit in the next forward, as the plan says; `step()` ends the
     step either way, and whatever looks at the model next sees it whole. The learning rate in force is the one in
-    `param_groups` when the forward begins, so schedulers are stepped after `step()`, as usual.
+    `param_groups` when the forward begins, so schedulers are stepped after `step()`, as usual. `own_groups` come first
+    there; what is in none of them is in one group that decays and one that does not.
     """
 
     def __init__(
@@ -38,15 +40,19 @@ class StreamingOptimizer(torch.optim.Optimizer):
         loss_scale: LossScale,
         finish: Callable[[], Any],
         first_step: int = 0,
+        own_groups: Sequence[NamedGroup] = (),
     ) -> None:
-        decayed = [param for param in params.values() if param.requires_grad and _decays(param, settings)]
-        plain = [param for param in params.values() if param.requires_grad and not _decays(param, settings)]
-        groups = [
-            {"params": group, "weight_decay": decay}
-            for group, decay in ((decayed, settings.weight_decay), (plain, 0.0))
-            if group
-        ]
-        super().__init__(groups, {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps, "weight_decay": 0.0})
+        trained = {name: param for name, param in params.items() if param.requires_grad}
+        groups = []
+        for own in own_groups:
+            names = [name for each in own.params for name in sorted(each) if name in trained]
+            groups.append({"params": [trained.pop(name) for name in names], **own.options})
+        decayed = [param for param in trained.values() if _decays(param, settings)]
+        plain = [param for param in trained.values() if not _decays(param, settings)]
+        rest = ((decayed, settings.weight_decay), (plain, 0.0))
+        groups += [{"params": group, "weight_decay": decay} for group, decay in rest if group]
+        shared = {name: getattr(settings, name) for name in ("lr", "betas", "eps", "weight_decay")}
+        super().__init__(groups, shared)
         self.num_steps = first_step
         self.last_result: Any = None
         self.loss_scale = loss_scale
