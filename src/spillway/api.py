@@ -110,12 +110,13 @@ def prepare(
     (on the device), "host" or "disk". `weights`, `states`: "auto", "device", "host" or "disk". `policy`: "auto", or the
     planner of another system that makes the plan (see `spillway.plan.policies`). `label_smoothing`: of the loss of a
     transformers model. `param_groups`: as torch.optim takes them ({"params": [...], "lr": 1e-5}), of parameters that
-    are not to be trained with the optimizer's own settings; all others are, in groups after these. `example`: keyword arguments of the longest batch to come; with it everything is planned and
-    checked now, otherwise at the first forward. `resume`: go on from the last saved point in `store`, or in the
-    directory given; budgets, device and drives may differ from those of the run that saved it. `num_steps` of the
-    optimizer then tells how many steps lie behind; the learning rate is the one given here, so let a scheduler go on
-    from there. Where `store` holds no saved point training starts anew, with a NothingSaved warning. `keep`: how
-    many saved points stay, and whether they are also made where states rest in memory.
+    are not to be trained with the optimizer's own settings; all others are, in groups after these. `example`: keyword
+    arguments of the longest batch to come; with it everything is planned and checked now, otherwise at the first
+    forward. `resume`: go on from the last saved point in `store`, or in the directory given; budgets, device and drives
+    may differ from those of the run that saved it. `num_steps` of the optimizer then tells how many steps lie behind;
+    the learning rate is the one given here, so let a scheduler go on from there. Where `store` holds no saved point
+    training starts anew, with a NothingSaved warning. `keep`: how many saved points stay, and whether they are also
+    made where states rest in memory.
 
     Returns the same model, and the optimizer. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
     """
