@@ -51,7 +51,7 @@ def run(directory: Path, limit_bytes: int, steps: int) -> Result:
     """Train in a child process under the limit."""
     out = Path(tempfile.mkdtemp(prefix="run-", dir=directory)) / "run"
     group = make_cgroup(limit_bytes)
-    command = [sys.executable, "-m", "spillway.cli.main", "train", str(directory / "llama-1.1b")]
+    command = [sys.executable, "-m", "spillway", "train", str(directory / "llama-1.1b")]
     command += [str(directory / "text"), "-o", str(out), "--host-memory", str(limit_bytes), "--max-length", "256"]
     command += ["--per-device-train-batch-size", "1", "--max-steps", str(steps), "--device", "cpu", "--json"]
 

@@ -52,7 +52,7 @@ def train(directory: Path, form: str, seed: int, steps: int) -> Curve:
     command = [
         sys.executable,
         "-m",
-        "spillway.cli.main",
+        "spillway",
         "train",
         str(directory / "llama-128m"),
         str(directory / "text"),

@@ -116,7 +116,7 @@ def run(case: Case, directory: Path, steps: int, cache: str) -> Result | None:
     """Train in a child; None where the case needs a throttle that cannot be had."""
     work = Path(tempfile.mkdtemp(prefix="run-", dir=directory))
     out = work / "run"
-    command = [sys.executable, "-m", "spillway.cli.main", "train", str(directory / "llama-128m")]
+    command = [sys.executable, "-m", "spillway", "train", str(directory / "llama-128m")]
     command += [str(directory / "text"), "-o", str(out), "--device", "cpu", "--max-steps", str(steps), "--json"]
     command += [*case.options, "--save-steps", "100000"]
     for number in range(case.stores):

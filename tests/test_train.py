@@ -124,6 +124,22 @@ def test_a_run_whose_store_is_gone_is_not_started_over(
     assert (out / "metrics.jsonl").read_text() == before
 
 
+def test_a_store_from_before_the_run_moved_is_not_gone_on_from(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, old, new = tmp_path / "run", tmp_path / "old", tmp_path / "new"
+    flags = ("--states", "disk", "--weights", "disk")
+    assert run(arguments(model, data, out, *flags, "--store", str(old), "--max-steps", "2")) == 0
+    shutil.copytree(old, tmp_path / "copy")
+    assert run(arguments(model, data, out, *flags, "--store", str(new), "--max-steps", "4")) == 0
+    shutil.rmtree(old)
+    shutil.copytree(tmp_path / "copy", old)  # as a kill just before the last act of the move leaves it
+    assert run(arguments(model, data, out, *flags, "--store", str(old), "--max-steps", "6")) == 5
+    assert "holds step 2, of before the run moved" in " ".join(capsys.readouterr().err.split())
+    assert run(arguments(model, data, out, *flags, "--store", str(new), "--max-steps", "6")) == 0
+    assert [row["step"] for row in metrics(out)] == list(range(1, 7))
+
+
 def test_a_run_stops_when_its_drive_was_written_enough_and_goes_on_when_it_may(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +147,7 @@ def test_a_run_stops_when_its_drive_was_written_enough_and_goes_on_when_it_may(
     flags = ("--max-steps", "8", "--states", "disk", "--weights", "disk")
     assert run(arguments(model, data, whole, *flags)) == 0
     (total,) = metrics(whole)[-1]["written_bytes"].values()
+    flags = (*flags, "--store", str(tmp_path / "a"), "--store", str(tmp_path / "b"))  # of one drive
     assert run(arguments(model, data, out, *flags, "--max-writes", str(total // 2))) == 5
     assert "all that --max-writes allows" in " ".join(capsys.readouterr().err.split())
     steps = len(metrics(out))
@@ -139,7 +156,7 @@ def test_a_run_stops_when_its_drive_was_written_enough_and_goes_on_when_it_may(
     assert len(metrics(out)) == steps
     assert run(arguments(model, data, out, *flags)) == 0
     assert losses(out) == losses(whole)
-    (written,) = metrics(out)[-1]["written_bytes"].values()
+    written = sum(metrics(out)[-1]["written_bytes"].values())
     assert written > metrics(out)[steps - 1]["written_bytes"].popitem()[1]
 
 

@@ -8,12 +8,15 @@ import ctypes
 import errno
 import functools
 import os
-import zlib
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+
+from spillway.crc32c import crc32c
 
 _ABI_VERSION = 5
 _LIBRARY = "libspillway_native.so"
@@ -164,23 +167,18 @@ def sum_squares(address: int, dtype: int, numel: int, threads: int) -> float:
     return float(library.spillway_sum_squares(address, dtype, numel, threads))
 
 
-def checksum_name() -> str:
-    """What `checksum` computes: 'crc32c', or zlib's 'crc32' without the native library."""
-    return "crc32" if _load()[0] is None else "crc32c"
-
-
 def checksum(address: int, num_bytes: int, first: int, piece: int, values: "array[int]", at: int, threads: int) -> None:
-    """Advance `values[at:]` over consecutive pieces of memory: the first of `first` bytes, the others of `piece`."""
+    """Advance the CRC-32C `values[at:]` over memory in pieces: the first of `first` bytes, the others of `piece`."""
     library = _load()[0]
     if library is not None:
         library.spillway_crc32c(
             address, num_bytes, first, piece, values.buffer_info()[0] + at * values.itemsize, threads
         )
         return
-    memory = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
     done, size = 0, first
     while done < num_bytes:
-        values[at] = zlib.crc32(memory[done : done + size], values[at])
+        values[at] = crc32c(memory[done : done + size], values[at])
         done, size, at = done + size, piece, at + 1
 
 

@@ -7,13 +7,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from spillway.durable import write_whole
 from spillway.report.metrics import read_metrics
 from spillway.spec.errors import UsageError
 from spillway.spec.options import TrainOptions
 from spillway.store.manifest import manifest_files
 
 METRICS = "metrics.jsonl"
-_SAVED = "saved-step"
+SAVED_STEP = "saved-step"
 
 
 def read_options(run: Path) -> TrainOptions:
@@ -70,13 +71,13 @@ def is_free(run: Path) -> bool:
 
 def note_saved(run: Path, step: int) -> None:
     """Remember in the run directory that a saved point was made, wherever its store is."""
-    (run / _SAVED).write_text(f"{step}\n")
+    write_whole(run / SAVED_STEP, f"{step}\n")
 
 
 def saved_step(run: Path) -> int:
     """The last step that was saved; 0 for none."""
     try:
-        return int((run / _SAVED).read_text())
+        return int((run / SAVED_STEP).read_text())
     except (OSError, ValueError):
         return 0
 

@@ -1,5 +1,6 @@
 """Going on from saved points: damage, other placements, other drives, frozen parameters."""
 
+import contextlib
 import shutil
 import threading
 import time
@@ -15,10 +16,10 @@ import models
 import spillway
 from spillway.api import read_parameters
 from spillway.assembly import prepared
-from spillway.spec.errors import DiskError, SpillwayError, UsageError
-from spillway.spec.plan import KeepPoints
+from spillway.spec.errors import DamageError, DiskError, SpillwayError, UsageError
+from spillway.spec.plan import NO_POINTS, KeepPoints
 from spillway.store.disk import StripedDisk
-from spillway.store.manifest import load_manifest, manifest_files
+from spillway.store.manifest import Manifest, load_manifest, load_manifests, manifest_files
 
 TWO = KeepPoints(2, True)
 
@@ -137,14 +138,79 @@ def test_damage_outside_the_saved_point_does_not_matter(tmp_path: Path, expected
 def test_a_truncated_file_and_a_missing_stripe_are_named(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     Run(paths).train(2).end()
-    data = paths[1] / "spillway.data"
-    with open(data, "r+b") as handle:
-        handle.truncate(4096)
-    with pytest.raises(DiskError, match=rf"{data} ends at byte 4096 and the saved run needs \d+"):
+    data = paths[0] / "spillway.data"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:4096])
+    with pytest.raises(DamageError, match=rf"{data} ends at byte 4096 and the saved run needs \d+"):
         Run(paths, resume=True)
+    data.write_bytes(whole)
+    data = paths[1] / "spillway.data"
     data.unlink()
     with pytest.raises(DiskError, match=f"{data}, a part of the saved run, is missing"):
         Run(paths, resume=True)
+
+
+def test_a_file_that_ends_before_the_newest_saved_point_leaves_the_one_before_it(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    def end(manifest: Manifest) -> int:
+        return max(unit.offset + unit.num_bytes for unit in manifest.units)
+
+    Run(tmp_path).train(2).end()
+    newest, older = load_manifests(tmp_path)[0]
+    while end(newest) < end(older):  # which of the two lies behind the other is a matter of the number of steps
+        Run(tmp_path, resume=True).train(newest.step + 1).end()
+        newest, older = load_manifests(tmp_path)[0]
+    with open(tmp_path / newest.geometry.file_name, "r+b") as handle:
+        handle.truncate(end(older))
+    run = Run(tmp_path, resume=True)
+    assert run.optimizer.num_steps == older.step and "it was cut short" in run.points.warnings[0]
+    assert same(run.train(6).end(), expected)
+
+
+def test_a_read_that_fails_for_now_costs_no_saved_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Run(tmp_path).train(3).end()
+
+    def fail(*_: object) -> None:
+        raise DiskError("cannot read: Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StripedDisk, "read", fail)
+        with pytest.raises(DiskError, match="Input/output error"):
+            Run(tmp_path, resume=True)
+    run = Run(tmp_path, resume=True)
+    assert run.optimizer.num_steps == 3 and not run.points.warnings
+    run.end()
+
+
+def test_saved_points_are_not_given_up_for_none(tmp_path: Path) -> None:
+    Run(tmp_path).train(3).end()
+    with pytest.raises(UsageError, match="holds step 3, and a run that keeps no saved points"):
+        Run(tmp_path, resume=True, keep=NO_POINTS)
+    assert [step for step, _ in manifest_files(tmp_path)] == [3, 2]
+
+
+def test_a_saved_point_of_another_model_is_passed_over(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    Run(tmp_path / "own").train(3).end()
+    Run(tmp_path / "other", freeze="first").train(4).end()
+    ((_, foreign), *_) = manifest_files(tmp_path / "other")
+    shutil.copy(foreign, tmp_path / "own")
+    run = Run(tmp_path / "own", resume=True)
+    assert run.optimizer.num_steps == 3 and "is of another model and is not used" in run.points.warnings[0]
+    assert same(run.train(6).end(), expected)
+
+
+@pytest.mark.parametrize("how", ("removed", "replaced"))
+def test_a_store_that_is_taken_away_while_it_is_used_stops_the_run(tmp_path: Path, how: str) -> None:
+    run = Run(tmp_path).train(2)
+    data = tmp_path / "spillway.data"
+    data.unlink()
+    if how == "replaced":
+        data.write_bytes(b"")
+    with pytest.raises(DiskError, match=f"{data} was {how}"):
+        run.train(5)
+    with contextlib.suppress(DiskError):
+        spillway.close(run.model)
 
 
 def test_a_damaged_manifest_falls_back_and_a_foreign_one_is_refused(tmp_path: Path) -> None:

@@ -16,9 +16,7 @@ from spillway.store.manifest import (
 )
 
 GEOMETRY = Geometry(("a", "b"), (2, 1))
-MANIFEST = Manifest(
-    3, (UnitRecord("a", 4096, 8192, "AAAA"),), GEOMETRY, "crc32c", "abc", {"cpu": "00ff"}, {"position": "{}"}
-)
+MANIFEST = Manifest(3, (UnitRecord("a", 4096, 8192, "AAAA"),), GEOMETRY, "abc", {"cpu": "00ff"}, {"position": "{}"})
 
 
 def test_a_manifest_survives_and_is_replaced_whole(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def place_store(points: SavedPoints, paths: tuple[Path, ...], resume: bool | str
         move(directory, whole, paths, measure_shares(paths))
         points.directory = paths[0]
         geometry = points.find(True)[0].geometry
+    points.step_over_short(geometry)
     points.directory = Path(geometry.paths[0])
     return geometry
 

@@ -8,15 +8,22 @@ from pathlib import Path
 
 import torch
 
-from spillway import native
 from spillway.checkpoint.saved import SavedPoint, compare, expected_checks
 from spillway.model.units import Unit
-from spillway.spec.errors import DiskError, UsageError
+from spillway.spec.errors import DamageError, DiskError, UsageError
 from spillway.spec.sizes import align
 from spillway.store.checks import ExtentChecks
+from spillway.store.disk import Geometry, check_lengths
 from spillway.store.homes import UnitHome
 from spillway.store.layout import PAGE
-from spillway.store.manifest import Manifest, UnitRecord, drop_manifests, load_manifests, save_manifest
+from spillway.store.manifest import (
+    Manifest,
+    UnitRecord,
+    drop_manifests,
+    file_name,
+    load_manifests,
+    save_manifest,
+)
 from spillway.store.placed import PlacedStore
 from spillway.store.snapshot import Snapshot
 
@@ -73,13 +80,24 @@ class SavedPoints:
             )
         if not good:
             raise DiskError(bad[0])
-        if good[0].model_fingerprint != fingerprint(self.units):
+        own = tuple(manifest for manifest in good if manifest.model_fingerprint == fingerprint(self.units))
+        if not own:
             raise DiskError(
                 f"{self.directory} holds a run of another model, with another optimizer (its kind, moments or master "
                 f"bits) or with other parameters frozen: choose another store, or give those again"
             )
+        if not self.keep_last:
+            raise UsageError(
+                f"{self.directory} holds step {own[0].step}, and a run that keeps no saved points (a limit of 0) would "
+                f"lose it: keep one, or start another run from an export of this one"
+            )
         self.warnings += bad
-        self._use(tuple(good))  # more than are kept, perhaps: until one of them is seen to be whole
+        self.warnings += [
+            f"{file_name(manifest.step)} in {self.directory} is of another model and is not used"
+            for manifest in good
+            if manifest not in own
+        ]
+        self._use(own)  # more than are kept, perhaps: until one of them is seen to be whole
         return self.found
 
     def first_whole(self) -> Manifest:
@@ -90,7 +108,7 @@ class SavedPoints:
                 with SavedPoint(manifest, self.units) as point:
                     point.verify(lambda _: None)
                 return manifest
-            except DiskError as error:
+            except DamageError as error:
                 self._step_over(error)
 
     def begin(self, store: PlacedStore) -> None:
@@ -171,7 +189,7 @@ class SavedPoints:
                 for index in range(len(self.units)):
                     _restore_unit(store, manifest, index, progress)
                 break
-            except DiskError as error:
+            except DamageError as error:
                 self._step_over(error)
         self.found = self.found[: self.keep_last]
         if self.directory is not None:
@@ -189,7 +207,17 @@ class SavedPoints:
             buffer = buffers[name]
             buffer.copy_(from_text(text, buffer.dtype, buffer.shape))
 
-    def _step_over(self, error: DiskError) -> None:
+    def step_over_short(self, geometry: Geometry) -> None:
+        """Go on from an older saved point where the files end before the newest one does. Raises DamageError where none
+        is whole."""
+        while True:
+            try:
+                check_lengths(geometry, max(unit.offset + unit.num_bytes for unit in self.found[0].units))
+                return
+            except DamageError as error:
+                self._step_over(error)
+
+    def _step_over(self, error: DamageError) -> None:
         if len(self.found) == 1:
             raise error
         self.warnings.append(f"step {self.found[0].step} is not used: {error}")
@@ -219,12 +247,10 @@ class SavedPoints:
             for unit, home, extent in zip(self.units, store.homes.units, extents, strict=True)
         )
         geometry = store.homes.need_disk().geometry
-        name = native.checksum_name()
         manifest = Manifest(
             point.step,
             units,
             geometry,
-            name,
             fingerprint(self.units),
             point.rng,
             {**point.run, **self.at_commit()},

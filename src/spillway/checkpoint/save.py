@@ -12,11 +12,14 @@ from pathlib import Path
 import torch
 
 from spillway.checkpoint.load import ByteSource
+from spillway.durable import sync_directory, write_whole
 from spillway.model.units import Unit
 from spillway.optim.update import join_master
 from spillway.spec.errors import DiskError
+from spillway.store.disk import available
 
 MAX_SHARD_BYTES = 5 * 10**9
+_INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 # Per parameter: names and shapes of the tensors that a checkpoint has in its place.
 WrittenAs = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
@@ -62,20 +65,28 @@ def save_weights(
     written_as: WrittenAs | None = None,
 ) -> list[str]:
     """Write every parameter, and persistent `buffers`, under the names of the model; tied parameters once. The files
-    appear under their final names only when whole. `only`: the one unit to write, for a trial. `dtype`: what floating
-    point parameters become; wider ones than bfloat16 get every bit of the master. `progress` is called with bytes
-    written. `written_as`: parameters that go to several tensors one after another, with their names and shapes.
-    Returns the file names. Raises DiskError when there is no room."""
+    appear under their final names only when all are whole; where there is no room for a model beside one that was
+    written before, one after another, and without an index meanwhile. `only`: the one unit to write, for a trial.
+    `dtype`: what floating point parameters become; wider ones than bfloat16 get every bit of the master. `progress` is
+    called with bytes written. `written_as`: parameters that go to several tensors one after another, with their names
+    and shapes. Returns the file names. Raises DiskError when there is no room."""
     entries = [entry for entry in _entries(units, dtype, written_as or {}) if only is None or entry.unit == only]
     shards = _shards(entries + list(_buffer_entries(buffers)), max_shard_bytes)
     names = [_shard_name(index, len(shards)) for index in range(len(shards))]
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        finish_save(directory)
+        for left in directory.glob("model*.safetensors.new"):
+            left.unlink()
+        beside = available(directory) > sum(entry.num_bytes for shard in shards for entry in shard)
+        if not beside:
+            (directory / _INDEX).unlink(missing_ok=True)
         for name, shard in zip(names, shards, strict=True):
             _write_shard(source, directory / name, shard, progress)
-        _write_index(directory, names, shards)
-        if only is None:
-            _remove_others(directory, names)
+            if not beside:
+                os.replace(_new(directory / name), directory / name)
+        write_whole(_new(directory / _INDEX), _index(names, shards))
+        finish_save(directory)
     except OSError as error:
         if isinstance(error, DiskError):
             raise
@@ -146,8 +157,7 @@ def _write_shard(source: ByteSource, path: Path, shard: list[_Entry], progress: 
         at += entry.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    temporary = path.with_name(path.name + ".new")
-    with open(temporary, "wb") as file:
+    with open(_new(path), "wb") as file:
         os.posix_fallocate(file.fileno(), 0, 8 + len(text) + at)
         file.write(struct.pack("<Q", len(text)) + text)
         for entry in shard:
@@ -158,7 +168,31 @@ def _write_shard(source: ByteSource, path: Path, shard: list[_Entry], progress: 
                     progress(piece.numel())
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+
+
+def finish_save(directory: Path) -> bool:
+    """Put the files of a model that was written whole in the place of those before; also where that was interrupted.
+    Returns whether there was anything to do. Raises OSError."""
+    ready, index = _new(directory / _INDEX), directory / _INDEX
+    if not ready.exists():
+        return False
+    names = sorted(set(json.loads(ready.read_text())["weight_map"].values()))
+    index.unlink(missing_ok=True)  # until the new one is there the shards are not all of one model
+    for name in names:
+        if _new(directory / name).exists():
+            os.replace(_new(directory / name), directory / name)
+    _remove_others(directory, names)
+    sync_directory(directory)
+    if len(names) == 1:
+        ready.unlink()  # a model of one file has none
+    else:
+        os.replace(ready, index)
+    sync_directory(directory)
+    return True
+
+
+def _new(path: Path) -> Path:
+    return path.with_name(path.name + ".new")
 
 
 def _pieces(source: ByteSource, entry: _Entry) -> Iterator[torch.Tensor]:
@@ -196,13 +230,7 @@ def _remove_others(directory: Path, names: list[str]) -> None:
             file.unlink(missing_ok=True)
 
 
-def _write_index(directory: Path, names: list[str], shards: list[list[_Entry]]) -> None:
-    index = directory / "model.safetensors.index.json"
-    if len(shards) == 1:
-        index.unlink(missing_ok=True)
-        return
+def _index(names: list[str], shards: list[list[_Entry]]) -> str:
     weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
     total = sum(entry.num_bytes for shard in shards for entry in shard)
-    temporary = index.with_name(index.name + ".new")
-    temporary.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-    os.replace(temporary, index)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)

@@ -5,14 +5,13 @@ from types import TracebackType
 
 import torch
 
-from spillway import native
 from spillway.model.units import Unit
 from spillway.native import DiskEngine
-from spillway.spec.errors import DiskError
+from spillway.spec.errors import DamageError, DiskError
 from spillway.spec.sizes import align
 from spillway.store.arena import Arena
 from spillway.store.checks import ExtentChecks
-from spillway.store.disk import Extent, StripedDisk
+from spillway.store.disk import Extent, StripedDisk, check_lengths
 from spillway.store.layout import PAGE, UnitLayout
 from spillway.store.manifest import Manifest, UnitRecord
 
@@ -30,7 +29,7 @@ class SavedPoint:
         self._engine = DiskEngine()
         self._windows: dict[str, torch.Tensor] = {}
         try:
-            self._disk.check_length(max(unit.offset + unit.num_bytes for unit in manifest.units))
+            check_lengths(manifest.geometry, max(unit.offset + unit.num_bytes for unit in manifest.units))
         except DiskError:
             self.close()
             raise
@@ -50,7 +49,7 @@ class SavedPoint:
 
     def verify(self, progress: Callable[[int], None], names: tuple[str, ...] | None = None) -> None:
         """Read every array (or those of `names`) and compare it with its checksums. `progress` is called with bytes
-        read. Raises DiskError for the first unit that is damaged, naming file and offset."""
+        read. Raises DamageError for the first unit that is damaged, naming file and offset."""
         for index, unit in enumerate(self._units):
             found = ExtentChecks(unit.layout)
             expected = expected_checks(self.manifest, index, unit.layout)
@@ -78,25 +77,23 @@ class SavedPoint:
 
 
 def expected_checks(manifest: Manifest, unit: int, layout: UnitLayout) -> ExtentChecks:
-    """The checksums a manifest holds for a unit. Raises DiskError where they cannot be of this unit."""
+    """The checksums a manifest holds for a unit. Raises DamageError where they cannot be of this unit."""
     try:
         return ExtentChecks.from_text(layout, manifest.units[unit].checks)
     except (ValueError, IndexError) as error:
-        raise DiskError(f"step {manifest.step} was saved for a model of another shape ({error})") from error
+        raise DamageError(f"step {manifest.step} was saved for a model of another shape ({error})") from error
 
 
 def compare(
     manifest: Manifest, record: UnitRecord, expected: ExtentChecks, found: ExtentChecks, disk: StripedDisk
 ) -> None:
-    """Raise DiskError, naming file and offset, where a unit read back is not what was written."""
-    if manifest.checksum != native.checksum_name():
-        return  # written with another kind of checksum: nothing to compare with
+    """Raise DamageError, naming file and offset, where a unit read back is not what was written."""
     difference = expected.first_difference(found)
     if difference is None:
         return
     offset, size = difference
     file, at = disk.where(record.offset + offset)
-    raise DiskError(
+    raise DamageError(
         f"{file} is damaged at offset {at} ({size} bytes of {record.name}): it is not what step {manifest.step} "
         f"wrote; restore the file or start a new run"
     )

@@ -10,9 +10,12 @@ _SECTOR_BYTES = 512
 
 
 def endurance_of(path: Path, block_devices: Path = Path("/sys/dev/block")) -> float:
-    """Bytes that the maker of the path's drive warrants to be written; 0 where the drive is not in the catalogue.
-    Within a series the figure grows with the capacity."""
-    number = path.stat().st_dev
+    """Bytes that the maker of the path's drive warrants to be written; 0 where the drive is not in the catalogue, or
+    is gone. Within a series the figure grows with the capacity."""
+    try:
+        number = path.stat().st_dev
+    except OSError:
+        return 0.0
     found = (block_devices / f"{os.major(number)}:{os.minor(number)}").resolve()
     disk = found.parent if (found / "partition").exists() else found
     try:

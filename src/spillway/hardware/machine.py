@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import torch
 
+from spillway.durable import write_whole
 from spillway.hardware.limits import free_host_bytes, process_bytes
 from spillway.hardware.probe import measure
 from spillway.spec.hardware import HardwareSpec
@@ -58,9 +59,7 @@ def _measured(paths: tuple[Path, ...], refresh: bool) -> HardwareSpec:
     found = measure(device, torch.bfloat16, paths, _ROWS, _HIDDEN, EXACT, room, there)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(".new")
-        temporary.write_text(json.dumps(to_json(Measured(found, time.time()))))
-        os.replace(temporary, file)
+        write_whole(file, json.dumps(to_json(Measured(found, time.time()))))
     except OSError:
         pass  # a home that cannot be written only costs the next measurement
     return found

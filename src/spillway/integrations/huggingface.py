@@ -246,13 +246,14 @@ def _tell_device(model: transformers.PreTrainedModel, session: Session) -> None:
 
 def _train_without_cache(model: transformers.PreTrainedModel, session: Session) -> None:
     """Unless it is asked for one. A backward that computes a block again would add its keys to the cache once more."""
-    if "use_cache" not in inspect.signature(model.forward).parameters:
+    signature = inspect.signature(model.forward)
+    if "use_cache" not in signature.parameters:
         return
 
     def turn_off(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not torch.is_grad_enabled() or "use_cache" in kwargs:
+        if not torch.is_grad_enabled() or "use_cache" in signature.bind_partial(*args, **kwargs).arguments:
             return None
         return args, {**kwargs, "use_cache": False}
 

@@ -78,8 +78,10 @@ class ChunkedLoss:
         called: nn.Module,
         session: Session,
         head: nn.Linear,
+        place: tuple[int, str],
         label_smoothing: float,
     ) -> None:
+        """`place`: the unit of the head, and its name in there."""
         self._model = model
         self._called_module = called
         self._session = session
@@ -87,9 +89,7 @@ class ChunkedLoss:
         self._smoothing = label_smoothing
         self._whole_loss: Callable[..., torch.Tensor] = model.loss_function
         self._shifts = _SHIFTS[self._whole_loss.__name__]
-        self._unit, self._path = next(
-            (index, path) for index, unit in enumerate(session.units) for path, module in unit.members if module is head
-        )
+        self._unit, self._path = place
         self._apply_head = original_forward(head)
         self._wrapped_head = head.forward
         self._deferred = False
@@ -207,10 +207,12 @@ def install_loss(
     """Chunk the loss of a model, whose batches `called` is called with, where that is known to be right. Raises
     UsageError where smoothing is asked of a loss that is the model's own."""
     head = model.get_output_embeddings()
+    members = ((index, path, module) for index, unit in enumerate(session.units) for path, module in unit.members)
+    place = next(((index, path) for index, path, module in members if module is head), None)
     is_plain = isinstance(head, nn.Linear) and head._compiled_call_impl is None
     # (A model without a head would warn of having no loss.)
-    if is_plain and getattr(getattr(model, "loss_function", None), "__name__", "") in _SHIFTS:
-        ChunkedLoss(model, called, session, head, label_smoothing).install()
+    if is_plain and place and getattr(getattr(model, "loss_function", None), "__name__", "") in _SHIFTS:
+        ChunkedLoss(model, called, session, head, place, label_smoothing).install()
     elif label_smoothing:
         raise UsageError(_no_smoothing(model))
 

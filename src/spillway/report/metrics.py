@@ -1,11 +1,11 @@
 """metrics.jsonl: a line per optimizer step."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spillway.durable import write_whole
 from spillway.spec.jsonable import to_json
 from spillway.spec.trace import Trace
 
@@ -42,9 +42,7 @@ class MetricsFile:
         kept = [line for line in _lines(path) if _step_of(line) <= first_step]
         if last is not None and (not kept or _step_of(kept[-1]) < first_step):
             kept.append(json.dumps({"step": first_step, **last}))
-        temporary = path.with_name(path.name + ".new")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        os.replace(temporary, path)
+        write_whole(path, "".join(line + "\n" for line in kept))
         self._file = open(path, "a")  # noqa: SIM115 - closed by close()
 
     def add(self, metrics: StepMetrics) -> None:

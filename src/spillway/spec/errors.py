@@ -42,6 +42,10 @@ class DiskError(SpillwayError, OSError):
     exit_code = 5
 
 
+class DamageError(DiskError):
+    """Bytes on a drive are not those that were written, or are no longer there; the message names file and offset."""
+
+
 class NonFinite(SpillwayError):
     """The loss or a gradient is infinite or not a number; nothing of that step was kept."""
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
+from spillway.durable import sync_directory
 from spillway.native import DiskEngine, Transfer, TransferError
-from spillway.spec.errors import DiskError, UsageError, invariant
+from spillway.spec.errors import DamageError, DiskError, UsageError, invariant
 from spillway.spec.sizes import format_size
 
 STRIPE = 1 << 20
@@ -84,6 +85,8 @@ class StripedDisk:
                 if not keep:
                     (file.parent / _OWNER).write_text(str(self._paths[0].resolve()))
                     os.ftruncate(fd, 0)
+                    sync_directory(file.parent)
+                    sync_directory(file.parent.parent)
         except BaseException:
             self.close()
             raise
@@ -96,16 +99,6 @@ class StripedDisk:
             for path, fd, share in zip(self._paths, self._files, self.geometry.shares, strict=True):
                 _reserve(fd, path, rows * share * STRIPE)
             self.num_bytes = rows * self._row * STRIPE
-
-    def check_length(self, num_bytes: int) -> None:
-        """Raise DiskError naming a file that is too short to hold the first `num_bytes` of the address space."""
-        rows = -(-num_bytes // (STRIPE * self._row))  # whole ones were reserved
-        for file, fd, share in zip(self.geometry.files(), self._files, self.geometry.shares, strict=True):
-            have, need = os.fstat(fd).st_size, rows * share * STRIPE
-            if have < need:
-                raise DiskError(
-                    f"{file} ends at byte {have} and the saved run needs {need}: it was cut short; restore the file"
-                )
 
     def read(self, engine: DiskEngine, extent: Extent, buffer: torch.Tensor) -> None:
         """Fill the host buffer; both are whole pages. Raises DiskError naming path and offset."""
@@ -120,12 +113,19 @@ class StripedDisk:
         self._move(engine, moves, is_write=True)
 
     def sync(self) -> None:
-        """Return when everything written has reached the drives."""
+        """Return when everything written has reached the drives. Raises DiskError where it has not, also where a file
+        was removed or its drive taken away: what is written then would be found by nobody."""
         for path, fd in zip(self._paths, self._files, strict=True):
+            file = path / self.geometry.file_name
             try:
                 os.fdatasync(fd)
+                found = os.stat(file)
+            except FileNotFoundError as error:
+                raise DiskError(f"{file} was removed while a run used it: bring it back, or start anew") from error
             except OSError as error:
                 raise DiskError(f"{path}: what was written could not be made durable ({error.strerror})") from error
+            if (found.st_dev, found.st_ino) != (os.fstat(fd).st_dev, os.fstat(fd).st_ino):
+                raise DiskError(f"{file} was replaced by another file while a run used it: start the run anew")
 
     @property
     def written_bytes(self) -> dict[str, int]:
@@ -192,6 +192,22 @@ class StripedDisk:
                 return file, row * share * STRIPE + inside, share * STRIPE - inside
             inside -= share * STRIPE
         raise AssertionError
+
+
+def check_lengths(geometry: Geometry, num_bytes: int) -> None:
+    """Raise DamageError naming a file that is too short to hold its part of the first `num_bytes` of the address space,
+    DiskError for one that is gone."""
+    rows, rest = divmod(num_bytes, STRIPE * sum(geometry.shares))
+    for file, share in zip(geometry.files(), geometry.shares, strict=True):
+        need = rows * share * STRIPE + min(rest, share * STRIPE)
+        rest = max(rest - share * STRIPE, 0)
+        if not file.exists():
+            raise DiskError(f"{file}, a part of the saved run, is missing: bring its drive back")
+        have = file.stat().st_size
+        if have < need:
+            raise DamageError(
+                f"{file} ends at byte {have} and the saved run needs {need}: it was cut short; restore the file"
+            )
 
 
 def free_bytes(path: Path) -> int:

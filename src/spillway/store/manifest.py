@@ -7,16 +7,16 @@ file with the highest step is the newest saved point.
 
 import hashlib
 import json
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spillway.durable import sync_directory, write_whole
 from spillway.spec.errors import DiskError
 from spillway.spec.jsonable import from_json, to_json
 from spillway.store.disk import Geometry
 
-VERSION = 3
+VERSION = 4
 _NAME = re.compile(r"step-(\d{8,})\.json")
 
 
@@ -27,7 +27,7 @@ class UnitRecord:
     name: str
     offset: int
     num_bytes: int
-    checks: str = ""  # of its pieces, see store.checks
+    checks: str = ""  # CRC-32C of its pieces, see store.checks
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,6 @@ class Manifest:
     step: int
     units: tuple[UnitRecord, ...]
     geometry: Geometry
-    checksum: str  # what the checks of the units are: crc32c or crc32
     model_fingerprint: str  # names, shapes and dtypes of every parameter
     rng: dict[str, str] = field(default_factory=dict)  # device -> generator state in hexadecimal
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
@@ -49,15 +48,9 @@ def save_manifest(directory: Path, manifest: Manifest, keep_last: int = 1) -> No
     later step."""
     body = to_json(manifest)
     content = json.dumps({"version": VERSION, "checksum": _checksum(body), "body": body})
-    path = directory / f"step-{manifest.step:08d}.json"
-    temporary = directory / (path.name + ".new")
+    path = directory / file_name(manifest.step)
     try:
-        with open(temporary, "w") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_directory(directory)
+        write_whole(path, content)
         files = manifest_files(directory)
         # Later ones were found damaged: training went on from before them.
         later = [file for step, file in files if step > manifest.step]
@@ -67,21 +60,18 @@ def save_manifest(directory: Path, manifest: Manifest, keep_last: int = 1) -> No
         raise DiskError(f"{path} cannot be written: {error.strerror}; the saved point before it is intact") from error
 
 
+def file_name(step: int) -> str:
+    """Of a saved point, in the first store path."""
+    return f"step-{step:08d}.json"
+
+
 def drop_manifests(directory: Path, kept: set[int]) -> None:
     """Remove the saved points of other steps, durably: what they name may be overwritten afterwards."""
     others = [file for step, file in manifest_files(directory) if step not in kept]
     for file in others:
         file.unlink(missing_ok=True)
     if others:
-        _sync_directory(directory)
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        sync_directory(directory)
 
 
 def manifest_files(directory: Path) -> list[tuple[int, Path]]:

@@ -229,8 +229,6 @@ class PlacedStore:
     def _lay_homes(self, plan: Plan, profile: ModelProfile, disk: StripedDisk | None) -> Homes:
         kept = [[manifest.units[index] for manifest in self._saved] for index in range(len(self._layouts))]
         space = Space([Extent(record.offset, record.num_bytes) for records in kept for record in records])
-        if disk is not None:
-            disk.check_length(space.end)
         homes: list[UnitHome] = []
         fresh = not self._saved
         for index, layout in enumerate(self._layouts):

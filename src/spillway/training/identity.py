@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from spillway.checkpoint.save import finish_save
 from spillway.data import Encoded
 from spillway.report.progress import Reporter
-from spillway.rundir import losses_shown, saved_step
+from spillway.rundir import SAVED_STEP, losses_shown, saved_step
 from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.options import TrainOptions
-from spillway.store.manifest import load_manifest
+from spillway.store.manifest import load_manifest, load_manifests
 
 _MUST_MATCH = (
     "seed", "max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "packing", "dtype",
@@ -42,6 +43,12 @@ def is_resumed(
         if options.resume_from_checkpoint:
             raise UsageError(f"there is no saved point in {stores[0]} to resume from: leave the option out")
         return False
+    if found.step < saved_step(directory) and not load_manifests(saved_in)[1]:
+        raise DiskError(
+            f"{directory} had step {saved_step(directory)} saved and {saved_in} holds step {found.step}, of before the "
+            f"run moved: give the --store it moved to, or, to go on from step {found.step}, remove "
+            f"{directory / SAVED_STEP}"
+        )
     saved = json.loads(found.run.get("identity", "{}"))
     for name, value in identity.items():
         if saved.get(name) == value:
@@ -67,6 +74,7 @@ def _refuse_lost_store(directory: Path, store: Path, reporter: Reporter) -> None
             f"{directory} had step {saved} saved and {store} holds no saved point: is its drive mounted? To start "
             f"over, remove {directory}"
         )
+    finish_save(directory / "model")
     if steps and (directory / "model" / "config.json").exists():
         raise UsageError(
             f"{directory / 'model'} is what {steps} steps without saved points have made (--save-total-limit 0), and "

@@ -206,14 +206,22 @@ class _Run:
         """Stop, saved, where a drive has been written as much as the user wants it to be."""
         if self._options.max_writes is None:
             return
-        if max(self._telling.written().values()) >= parse_size(self._options.max_writes):
+        if max(self._written_to_drives().values()) >= parse_size(self._options.max_writes):
             self._save_point()  # which may write the step's updates
-            path, written = max(self._telling.written().items(), key=lambda item: item[1])
+            paths, written = max(self._written_to_drives().items(), key=lambda item: item[1])
             raise DiskError(
                 f"stopped after step {self._progress.step} of {self._training.total}, which is saved: this run has "
-                f"written {format_size(written)} to {path}, all that --max-writes allows; raise it and the same "
+                f"written {format_size(written)} to {paths}, all that --max-writes allows; raise it and the same "
                 f"command goes on"
             )
+
+    def _written_to_drives(self) -> dict[str, int]:
+        """Bytes that this run has written to each drive it is on now, by its store paths."""
+        paths: dict[int, list[str]] = {}
+        written = self._telling.written()
+        for path in self._training.stores:
+            paths.setdefault(path.stat().st_dev, []).append(str(path))
+        return {" and ".join(there): sum(written.get(path, 0) for path in there) for there in paths.values()}
 
     def _save_point(self, background: bool = False) -> None:
         training, session = self._training, self._training.session

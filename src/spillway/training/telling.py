@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from spillway import native
 from spillway.data import DataPosition
+from spillway.durable import write_whole
 from spillway.hardware.calibration import host_extra, note_host_peak, note_rates
 from spillway.hardware.drives import endurance_of
 from spillway.hardware.watch import MemoryWatch
@@ -60,7 +61,7 @@ class Telling:
         reporter.say(
             f"store {stores} ({homes.read_engine.backend}, {how}) · {training.options.optim} {native.kernel_name()}"
         )
-        (training.directory / "plan.json").write_text(json.dumps(to_json(plan)))
+        write_whole(training.directory / "plan.json", json.dumps(to_json(plan)))
         options, origins = training.options, training.origins
         values = {
             name: {"value": to_json(getattr(options, name)), "origin": origins.get(name, "default")}
@@ -69,7 +70,7 @@ class Telling:
         values["max_length"]["value"] = training.max_length
         chosen = "planner" if options.update == "auto" else origins.get("update", "default")
         values["update"] = {"value": plan.placement.update, "origin": chosen}
-        (training.directory / "config.json").write_text(json.dumps(values, indent=2))
+        write_whole(training.directory / "config.json", json.dumps(values, indent=2))
 
     def tell_step(
         self,
