@@ -29,16 +29,19 @@ _SUBGROUPS = ((1 << 24, 4), (1 << 23, 4), (1 << 22, 4), (1 << 22, 2), (1 << 20, 
 _WORTHWHILE_SHARE = 0.25
 # What is moved nearer, and in which order. The first is that of traffic saved per byte: inputs of units (written and
 # read once a step), gradients that wait for the norm, weights (read twice), then states. In the others nothing settles
-# on the device, so that no guess is lost, or inputs of units go there before all. Where the device's memory is the
-# host's, whole units go over to the device at last: they need no slots and are not copied.
+# on the device, so that no guess is lost, or inputs of units go there before all, or units that are trained there. What
+# goes on to the device leaves room in host memory, which is filled again. Where the device's memory is the host's,
+# whole units go over to the device at last: they need no slots and are not copied.
 _ORDERS = (
     (("inputs", "host"), ("grads", "host"), ("weights", "host"), ("states", "host"), ("weights", "device"),
-     ("states", "device"), ("inputs", "device"), ("units", "device")),
+     ("states", "device"), ("weights", "host"), ("states", "host"), ("inputs", "device"), ("units", "device")),
     (("inputs", "host"), ("grads", "host"), ("weights", "host"), ("states", "host"), ("inputs", "device")),
     (("inputs", "host"), ("inputs", "device"), ("grads", "host"), ("weights", "host"), ("states", "host"),
-     ("weights", "device"), ("states", "device")),
+     ("weights", "device"), ("states", "device"), ("weights", "host"), ("states", "host")),
     (("inputs", "host"), ("inputs", "device"), ("grads", "host"), ("weights", "device"), ("states", "host")),
     (("inputs", "device"), ("grads", "host"), ("weights", "host"), ("states", "host")),
+    (("inputs", "host"), ("grads", "host"), ("all", "device"), ("weights", "host"), ("states", "host"),
+     ("weights", "device"), ("inputs", "device")),
 )  # fmt: skip
 # Nothing takes device memory that activations on their way could use.
 _OFF_THE_DEVICE = (("inputs", "host"), ("grads", "host"), ("weights", "host"), ("states", "host"))
@@ -81,8 +84,8 @@ class Filler:
     def deepest(self, update: str) -> Candidate:
         """The deepest pipeline that fits with everything as far from the device as may be. Raises PlanInfeasible."""
         smallest = self.smallest(update)
-        rests = [where.states for where in smallest.placement.units]
-        in_memory, on_device = map(rests.count, ("host", "device")) if "disk" in self._space.states[:1] else (0, 0)
+        rests, far = [where.states for where in smallest.placement.units], self._space.states[0]
+        in_memory, on_device = (rests.count(tier) if far != tier else 0 for tier in ("host", "device"))
         for placement in self._pipelines(update):
             found = self.candidate(placement)
             if (in_memory or on_device) and self._request.fixed is None:
@@ -96,7 +99,8 @@ class Filler:
         PlanInfeasible."""
         tried = []
         for tier in self._space.inputs:
-            tried.append(self.candidate(replace(self._lowest(update, 1, *_SUBGROUPS[-1], tier), grad_slots=1)))
+            lowest = self.candidate(replace(self._lowest(update, 1, *_SUBGROUPS[-1], tier), grad_slots=1))
+            tried.append(self._out_of_memory(lowest))
             if self.fits(tried[-1]):
                 return tried[-1]
             mixed = self._fewest_off_the_drives(tried[-1])
@@ -126,10 +130,26 @@ class Filler:
                 return found
         return None
 
+    def _out_of_memory(self, candidate: Candidate) -> Candidate:
+        """Where everything begins in host memory and that has no room for it: as many units on the device as it has
+        not, or as the device has."""
+        may_live = "device" in self._space.states and not self._device_is_host and self._request.fixed is None
+        if self._space.states[0] != "host" or not may_live or candidate.peaks.host <= self._budget.host_bytes:
+            return candidate
+        low, found, high = 0, candidate, len(candidate.placement.units)
+        while high - low > 1 and found.peaks.host > self._budget.host_bytes:
+            middle = (low + high + 1) // 2
+            trial = self._off_the_drives(candidate, 0, middle)
+            if trial.peaks.device > self._budget.device_bytes:
+                high = middle
+            else:
+                low, found = middle, trial
+        return found
+
     def _off_the_drives(self, candidate: Candidate, in_memory: int, on_device: int) -> Candidate:
         """With the last so many units that are trained wholly on the device, and the first so many in host memory."""
         units = list(candidate.placement.units)
-        trained = [index for index, where in enumerate(units) if where.states == "disk"]
+        trained = [index for index, where in enumerate(units) if where.states == self._space.states[0]]
         there = set(trained[len(trained) - on_device :])
         for index in there:
             units[index] = replace(units[index], weights="device", states="device", grads="device")
@@ -309,8 +329,8 @@ class Filler:
                 continue
             if part == "inputs":
                 filled = self._grow(candidate, "acts", calls, self._nearer_input(tier))
-            elif part == "units":
-                filled = self._grow(candidate, "units", units, self._onto_the_device)
+            elif part in ("units", "all"):
+                filled = self._grow(candidate, "units", units, self._onto_the_device(part == "all"))
             else:
                 filled = self._grow(candidate, "units", units, self._nearer(part, tier))
                 filled = filled if part != "states" or self._worth_it(filled) else candidate
@@ -334,12 +354,18 @@ class Filler:
 
         return change
 
-    def _onto_the_device(self, placement: Placement, unit: int) -> UnitPlacement | None:
-        where = placement.units[unit]
+    def _onto_the_device(self, from_anywhere: bool) -> Change:
+        """Weights and states of a unit together; or only of one that is in host memory."""
         may_live = "device" in self._space.weights and "device" in self._space.states
-        if not may_live or where.weights == "disk" or where.states != "host":
-            return None
-        return UnitPlacement("device", "device", "device")
+
+        def change(placement: Placement, unit: int) -> UnitPlacement | None:
+            where = placement.units[unit]
+            near = where.weights != "disk" and where.states == "host"
+            if not may_live or where.states in ("none", "device") or not (near or from_anywhere):
+                return None
+            return UnitPlacement("device", "device", "device")
+
+        return change
 
     def _nearer_input(self, tier: str) -> Change:
         def change(placement: Placement, call: int) -> Kept | None:
