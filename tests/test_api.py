@@ -575,3 +575,33 @@ def test_the_source_of_a_model_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="loaded from"):
         spillway.save_pretrained(model, directory)
     spillway.close(model)
+
+
+class Mover(nn.Module):
+    """Asks its weights where they are, as some models do before they look up their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(11, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.table(ids.to(self.table.weight.device))
+        return self.linear(rows.to(self.linear.weight.dtype)).square().mean()
+
+
+def test_a_model_may_ask_its_parameters_where_they_are_but_not_for_their_values() -> None:
+    torch.manual_seed(0)
+    plain = Mover()
+    model, _ = spillway.prepare(copy.deepcopy(plain), SETTINGS, device="cpu")
+    ids = torch.arange(11)
+    assert model(ids).item() == plain(ids).item()
+    assert (model.linear.weight.device.type, tuple(model.linear.weight.shape)) == ("cpu", (8, 8))
+    assert "Placeholder((8, 8)" in repr(model.linear.weight)
+    for misuse in (
+        lambda weight: weight.sum(),
+        lambda weight: weight.tolist(),
+        lambda weight: torch.ones(2, 8) @ weight,
+    ):
+        with pytest.raises(UsageError, match="a parameter of a model that streams"):
+            misuse(model.linear.weight)
+    spillway.close(model)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spillway.assembly import Place, assemble, check_fresh, give_back, prepared
+from spillway.assembly import Place, assemble, check_fresh, forget, give_back, is_closed, prepared
 from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import MAX_SHARD_BYTES, save_weights
 from spillway.checkpoint.sources import persistent_buffers
@@ -265,7 +265,9 @@ def save_point(model: nn.Module) -> int:
 
 
 def close(model: nn.Module) -> None:
-    """Release memory, files and locks of a prepared model; saved points stay."""
+    """Release memory, files and locks of a prepared model; saved points stay. It may be closed twice."""
+    if is_closed(model):
+        return
     parts = prepared(model)
     try:
         if parts.session.engine.is_running:
@@ -276,6 +278,7 @@ def close(model: nn.Module) -> None:
             parts.points.settle(parts.session.store)
     finally:
         parts.session.engine.close()
+        forget(model)
 
 
 def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:

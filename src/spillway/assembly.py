@@ -56,15 +56,30 @@ class Prepared:
     on_load: Callable[[int], None] | None = None  # told of the bytes of each window while weights are loaded
 
 
+# What belongs to a model holds the model: an entry goes when the model is closed, not by itself.
 _prepared: "weakref.WeakKeyDictionary[nn.Module, Prepared]" = weakref.WeakKeyDictionary()
+_closed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def prepared(model: nn.Module) -> Prepared:
     """What belongs to a model that went through `prepare` or `stream`. Raises UsageError for any other."""
     found = _prepared.get(model)
+    if model in _closed:
+        raise UsageError("the model was closed: load it again, with resume=True to go on from its saved point")
     if found is None:
         raise UsageError("this model did not go through spillway.prepare")
     return found
+
+
+def is_closed(model: nn.Module) -> bool:
+    """Whether it was prepared and closed again."""
+    return model in _closed
+
+
+def forget(model: nn.Module) -> None:
+    """It was closed: what belonged to it may go."""
+    _prepared.pop(model, None)
+    _closed.add(model)
 
 
 def check_fresh(model: nn.Module) -> None:
@@ -75,7 +90,7 @@ def check_fresh(model: nn.Module) -> None:
             "torch.compile on a whole model leaves no blocks to stream, and as a function it renames their parameters: "
             "compile the blocks in place instead, as in `for block in model.model.layers: block.compile()`"
         )
-    if model in _prepared:
+    if model in _prepared or model in _closed:
         raise UsageError("this model was prepared before: build or load it anew")
 
 

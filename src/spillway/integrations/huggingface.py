@@ -227,21 +227,7 @@ def adapt(model: nn.Module, called: nn.Module, session: Session, label_smoothing
     if called is session.model:  # what a part is called with is not known before it is
         session.schedules.looks.append(Look(read_masks, masks_told))
     session.side_outputs = captured
-    _tell_device(model, session)
     install_loss(model, called, session, label_smoothing)
-
-
-def _tell_device(model: transformers.PreTrainedModel, session: Session) -> None:
-    """`model.device` is where batches belong; transformers would say where its parameters are, and these are nowhere.
-    It is a property, so the model gets a class of its own."""
-    kind, device = type(model), session.device.torch_device
-    told = {"device": property(lambda _: device), "__module__": kind.__module__, "__doc__": kind.__doc__}
-    model.__class__ = type(kind.__name__, (kind,), told)
-
-    def undo() -> None:
-        model.__class__ = kind
-
-    session.on_undo.append(undo)
 
 
 def _train_without_cache(model: transformers.PreTrainedModel, session: Session) -> None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from spillway.model.placeholder import make_placeholder
 from spillway.model.units import Unit
 
 
@@ -25,11 +26,11 @@ def bound(unit: Unit, tensors: Mapping[str, torch.Tensor], placeholders: Mapping
         bind(unit, placeholders)
 
 
-def make_placeholders(units: tuple[Unit, ...]) -> dict[str, nn.Parameter]:
-    """Parameters on the meta device, of the same names, shapes, dtypes and need for gradients. They stand in the module
-    tree while a unit is not computing, and are what param_groups and schedulers see."""
+def make_placeholders(units: tuple[Unit, ...], device: torch.device) -> dict[str, nn.Parameter]:
+    """Parameters without values, of the same names, shapes, dtypes and need for gradients, on the device that computes.
+    They stand in the module tree while a unit is not computing, and are what param_groups and schedulers see."""
     return {
-        place.name: nn.Parameter(torch.empty(place.shape, dtype=place.dtype, device="meta"), place.trainable)
+        place.name: make_placeholder(place.shape, place.dtype, device, place.trainable)
         for unit in units
         for place in unit.layout.places
     }
