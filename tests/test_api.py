@@ -160,11 +160,12 @@ class LooksAtValues(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.scale = nn.Parameter(torch.full((8,), 0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = torch.tanh(layer(x))
-            if float(x.sum()) > 1e9:
+            x = torch.tanh(layer(x)) * self.scale
+            if float(x.detach().sum()) > 1e9:
                 x = x * 0
         return x.square().mean()
 
@@ -599,7 +600,6 @@ def test_a_model_may_ask_its_parameters_where_they_are_but_not_for_their_values(
     assert "Placeholder((8, 8)" in repr(model.linear.weight)
     for misuse in (
         lambda weight: weight.sum(),
-        lambda weight: weight.tolist(),
         lambda weight: torch.ones(2, 8) @ weight,
     ):
         with pytest.raises(UsageError, match="a parameter of a model that streams"):

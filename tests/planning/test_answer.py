@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ask(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> Any:
     capsys.readouterr()
     assert run(["plan", *map(str, arguments), "--json"]) == code
-    return json.loads(capsys.readouterr().out.splitlines()[0])
+    return json.loads(capsys.readouterr().out)
 
 
 def test_a_plan_needs_only_the_config(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

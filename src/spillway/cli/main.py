@@ -48,8 +48,8 @@ cli.add_command(doctor_command)
 def run(arguments: list[str]) -> int:
     """Run a command line; its exit code. Errors are one sentence on standard error."""
     try:
-        cli.main(args=arguments, prog_name="spillway", standalone_mode=False)
-        return 0
+        code = cli.main(args=arguments, prog_name="spillway", standalone_mode=False)
+        return code if isinstance(code, int) else 0
     except SpillwayError as error:
         return _fail(str(error), error.exit_code, arguments)
     except click.ClickException as error:

@@ -9,6 +9,7 @@ import click
 
 from spillway.cli.options import add_options
 from spillway.cli.pictures import PICTURES, check_picture
+from spillway.spec.errors import UsageError
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
 
@@ -65,6 +66,8 @@ def plan_command(
     from spillway.report.progress import Reporter
 
     reporter = Reporter()
+    if max_size and (sweep is not None or chart is not None):
+        raise UsageError("--max-size is one number: leave --sweep and --chart out, or ask for them by themselves")
     if chart is not None:
         check_picture(Path(chart), PICTURES if sweep is not None else (".json", *PICTURES))
     stores = tuple(values.pop("store")) or (".",)
@@ -122,8 +125,10 @@ def _say_answer(question: "Question", chart: str | None, reporter: "Reporter", a
         _draw(question, Path(chart), reporter)
     if as_json:
         click.echo(json.dumps(to_json(report)))
-    else:
-        print_report(reporter.console, report)
+        if not report.fits:
+            raise click.exceptions.Exit(PlanInfeasible.exit_code)  # the report says why
+        return
+    print_report(reporter.console, report)
     if not report.fits:
         raise PlanInfeasible(report.problem, report.peaks)
 

@@ -66,6 +66,9 @@ DESKTOP_HOST, SERVER_HOST = 60e9, 150e9
 # The update reads and writes 26 bytes of a parameter; it runs at about what memory gives.
 _UPDATE_BYTES = 26
 
+# What of a rate is left while the other direction runs, too.
+_SHARES = ("disk_together", "link_together")
+
 # The papers' servers, by their parts.
 SERVERS = {
     "lohan-4090": "rtx4090+12xp5510+768GB+server",
@@ -90,7 +93,11 @@ def find_machine(text: str) -> Machine:
     host_bytes, host_rate, generation = 0, DESKTOP_HOST, 0
     for part in parts:
         count, name = _counted(part.strip().lower().replace(" ", ""))
-        if name in GPUS and count == 1:
+        if count == 0:
+            raise UsageError(f"'{part}' is none of it: leave it out, or give at least one")
+        if name in GPUS:
+            if gpu is not None or count > 1:
+                raise UsageError(f"'{text}' names more than one GPU, and Spillway plans for one: leave the others out")
             gpu = GPUS[name]
         elif name in DRIVES:
             drives += [DRIVES[name]] * count
@@ -99,6 +106,8 @@ def find_machine(text: str) -> Machine:
         elif re.fullmatch(r"pcie[345]", name):
             generation = int(name[-1])
         elif (size := _size(name)) is not None:
+            if size <= 0:
+                raise UsageError(f"'{part}' is no memory: leave it out, or give at least 1GB")
             host_bytes += count * size
         else:
             raise UsageError(_unknown(part))
@@ -164,6 +173,8 @@ def _from_file(path: Path) -> Machine:
         values: Mapping[str, Any] = tomllib.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"the hardware file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the hardware file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"the hardware file {path} is malformed: {' '.join(str(error).split())}") from error
     rates = {field.name for field in fields(HardwareSpec)}
@@ -181,6 +192,12 @@ def _from_file(path: Path) -> Machine:
                 raise UsageError(f"the hardware file {path}: {name} must be a number, not {value!r}")
             if kind is float and not 0 < value < math.inf:
                 raise UsageError(f"the hardware file {path}: {name} must be more than 0, not {value}")
+            if name in _SHARES and value > 1:
+                raise UsageError(f"the hardware file {path}: {name} is a share of a rate, at most 1, not {value}")
+            if kind is bool and not isinstance(value, bool):
+                raise UsageError(f"the hardware file {path}: {name} must be true or false, not {value!r}")
+            if kind is str and value not in ("cuda", "cpu"):
+                raise UsageError(f"the hardware file {path}: {name} must be 'cuda' or 'cpu', not {value!r}")
             hardware[name] = value
         elif name in sizes:
             try:

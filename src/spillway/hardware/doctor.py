@@ -5,6 +5,7 @@ import platform
 import resource
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -131,7 +132,8 @@ def _direct_io(path: Path) -> Finding:
     except OSError as error:
         found, fix = f"no ({error.strerror})", "the page cache is used and takes memory: use ext4 or xfs on a drive"
     finally:
-        file.unlink(missing_ok=True)
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
     return Finding(f"store {path}: O_DIRECT", found, fix)
 
 

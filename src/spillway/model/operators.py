@@ -48,10 +48,11 @@ def _place_of_dropout(func: Any) -> int | None:
 
 
 def flop_counter() -> FlopCounterMode:
-    """PyTorch's, which leaves out attention on the CPU, and before 2.12 refuses one with fewer heads of keys and values
-    than of queries."""
+    """PyTorch's, which leaves out products of groups (experts) and attention on the CPU, and before 2.12 refuses one
+    with fewer heads of keys and values than of queries."""
     kernels = [getattr(torch.ops.aten, _ATTENTION + kind) for kind in _ATTENTION_KINDS]
-    return FlopCounterMode(display=False, custom_mapping=dict.fromkeys(kernels, _attention_flops))
+    formulas = {**dict.fromkeys(kernels, _attention_flops), torch.ops.aten._grouped_mm: _grouped_flops}
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -59,6 +60,12 @@ def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
     batch, heads, rows, inner = query
     columns, outer = key[-2], value[-1]
     return int(2 * batch * heads * rows * columns * (inner + outer))
+
+
+def _grouped_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
+    """Each row with the matrix of its group: left [t, k] or [g, t, k], right [g, k, n]; or, for gradients of weights,
+    left [k, t] and right [t, n], whose t is what is divided into groups."""
+    return int(2 * prod(left) * right[-1])
 
 
 @dataclass(slots=True)

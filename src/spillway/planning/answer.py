@@ -9,7 +9,7 @@ from torch import nn
 from spillway.model.profile import batch_rows
 from spillway.optim.config import NAMED
 from spillway.planning.figures import report_on
-from spillway.planning.question import OwnModel, Question, ask, asked, with_drives
+from spillway.planning.question import FIRST_DRIVE, OwnModel, Question, ask, asked, with_drives
 from spillway.report.progress import Reporter
 from spillway.spec.answers import Help, PlanReport
 from spillway.spec.errors import UsageError
@@ -56,7 +56,10 @@ def _changes(question: Question) -> list[tuple[str, Question]]:
     free = replace(options, host_memory=None)
     twice = replace(options, gradient_accumulation_steps=2 * options.gradient_accumulation_steps)
     found = [
-        ("one more drive", asked(question, with_drives(machine, len(machine.drives) + 1))),
+        (
+            "one more drive" if machine.drives else f"a drive ({FIRST_DRIVE})",
+            asked(question, with_drives(machine, len(machine.drives) + 1)),
+        ),
         ("64 GB more host memory", asked(question, more_memory, free)),
         ("twice the batch", asked(question, machine, twice)),
     ]
@@ -65,8 +68,8 @@ def _changes(question: Question) -> list[tuple[str, Question]]:
         found.append((f"--optim {eight}", asked(question, machine, replace(options, optim=eight))))
     if options.max_grad_norm > 0:
         found.append(("--max-grad-norm 0", asked(question, machine, replace(options, max_grad_norm=0.0))))
-    if not machine.drives:
-        found.pop(0)
+    if not machine.drives and question.measured:
+        found.pop(0)  # what a drive would do here is not known
     return found
 
 
@@ -89,6 +92,16 @@ def _what_would_fit(question: Question) -> tuple[Help, ...]:
         single = replace(options, per_device_train_batch_size=1, gradient_accumulation_steps=cut)
         flags = f"--per-device-train-batch-size 1 --gradient-accumulation-steps {cut}"
         tries.insert(0, (flags, asked(question, machine, single)))
+    whole = rows * options.gradient_accumulation_steps
+    for factor in (2, 4, 8, 16, 32):
+        if whole % factor == 0:
+            at_once = min(rows, whole // factor)
+            fewer = replace(
+                options,
+                per_device_train_batch_size=at_once,
+                gradient_accumulation_steps=max(whole // factor // at_once, 1),
+            )
+            tries.append((f"1/{factor} of the batch", asked(question, machine, fewer)))
     for factor in (2, 4, 8):
         larger = replace(machine, host_bytes=machine.host_bytes * factor)
         tries.append((f"{format_size(larger.host_bytes)} of host memory", asked(question, larger, free)))

@@ -6,7 +6,7 @@ from spillway.checkpoint.save import MAX_SHARD_BYTES
 from spillway.plan.memory import phase_peaks
 from spillway.plan.occupancy import occupancy
 from spillway.plan.simulate import simulate
-from spillway.planning.question import Question
+from spillway.planning.question import Question, hardware_for
 from spillway.spec.answers import PlanReport
 from spillway.spec.errors import PlanInfeasible
 from spillway.spec.plan import Kept, Plan, TierPeaks
@@ -29,7 +29,7 @@ def report_on(question: Question) -> PlanReport:
 def figures(question: Question, plan: Plan) -> PlanReport:
     """What a plan promises."""
     base, machine, profile = _known(question), question.machine, question.profile()
-    trace = simulate(plan.ops, plan.pools, machine.hardware)
+    trace = simulate(plan.ops, plan.pools, hardware_for(machine, profile))
     flops = sum(call.flops + profile.backward_flops(call) for call in profile.calls)
     spread = _SPREAD_MEASURED if question.measured else _SPREAD_CATALOGUE
     run = plan.step_seconds * question.steps
@@ -105,5 +105,5 @@ def picture(question: Question) -> Picture:
     """The predicted step. Raises PlanInfeasible."""
     profile = question.profile()
     plan = question.plan(question.machine, profile)
-    trace = simulate(plan.ops, plan.pools, question.machine.hardware)
+    trace = simulate(plan.ops, plan.pools, hardware_for(question.machine, profile))
     return Picture(trace, occupancy(plan, plan.ops, trace), [unit.name for unit in profile.units])

@@ -16,7 +16,7 @@ from spillway.api import as_dtype
 from spillway.assembly import model_profiler
 from spillway.data import Batches, encode_files
 from spillway.hardware.calibration import as_seen
-from spillway.hardware.catalogue import find_machine
+from spillway.hardware.catalogue import DRIVES, find_machine
 from spillway.hardware.machine import this_machine
 from spillway.integrations.huggingface import (
     CAUSAL_LM,
@@ -32,9 +32,10 @@ from spillway.model.profile import batch_rows
 from spillway.optim.config import Rule, settings_of, state_format
 from spillway.plan.request import PlanRequest
 from spillway.plan.search import fits, make_plan, swapped_plans
+from spillway.plan.simulate import UPDATE_BYTES
 from spillway.report.progress import Reporter
 from spillway.spec.errors import UsageError
-from spillway.spec.hardware import Budget
+from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.machine import Machine
 from spillway.spec.model import ModelProfile
 from spillway.spec.options import TrainOptions
@@ -58,6 +59,7 @@ GPT_SHAPES = {
 _PROCESS_BYTES = 2 << 30
 # Micro-batches that are compared, the largest ones that fit.
 _MICRO_BATCHES = 3
+FIRST_DRIVE = "990pro"  # what would help a machine that has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +136,13 @@ class Question:
 
     def plan(self, machine: Machine, profile: ModelProfile) -> Plan:
         """Raises PlanInfeasible."""
-        return make_plan(profile, machine.hardware, self.budget(machine), self._request(machine))
+        return make_plan(profile, hardware_for(machine, profile), self.budget(machine), self._request(machine))
 
     def swapped(self) -> list[tuple[float, Plan]]:
         """Plans that move more and more activations, and how many bytes."""
         machine = self.machine
         budget, request = self.budget(machine), self._request(machine)
-        return swapped_plans(self.profile(), machine.hardware, budget, request)
+        return swapped_plans(self.profile(), hardware_for(machine, self.profile()), budget, request)
 
     def fits(self, machine: Machine, profile: ModelProfile) -> bool:
         """Whether there is a plan."""
@@ -159,6 +161,19 @@ class Question:
             options.activations,
             options.policy,
         )
+
+
+def hardware_for(machine: Machine, profile: ModelProfile) -> HardwareSpec:
+    """The machine's rates for this optimizer. Known are those of exact AdamW on bfloat16 weights; what moves fewer
+    bytes of a parameter is faster by so much, for all of them are bound by memory."""
+    params = sum(unit.num_trainable for unit in profile.units)
+    moved = sum(2 * unit.updated_bytes + unit.grad_bytes for unit in profile.units if unit.num_trainable)
+    share, hardware = UPDATE_BYTES * params / moved if moved else 1.0, machine.hardware
+    return replace(
+        hardware,
+        update_params_per_s=share * hardware.update_params_per_s,
+        device_update_params_per_s=share * hardware.device_update_params_per_s,
+    )
 
 
 def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: OwnModel | None = None) -> Question:
@@ -203,6 +218,8 @@ def with_batch_tokens(question: Question, tokens: int) -> Question:
 
 def with_drives(machine: Machine, count: int) -> Machine:
     """The machine with so many of its drives."""
+    if not machine.drives and not machine.disk_bytes:
+        return _with_first_drives(machine, count)
     have = max(len(machine.drives), 1)
     hardware, scale = machine.hardware, count / have
     drives = tuple(machine.drives[:1] * count)
@@ -216,6 +233,18 @@ def with_drives(machine: Machine, count: int) -> Machine:
             write_bytes_per_s=hardware.write_bytes_per_s * scale,
         ),
     )
+
+
+def _with_first_drives(machine: Machine, count: int) -> Machine:
+    """A machine that has none, with drives as people have."""
+    drives = (DRIVES[FIRST_DRIVE],) * count
+    hardware = replace(
+        machine.hardware,
+        read_bytes_per_s=sum(drive.read_bytes_per_s for drive in drives),
+        write_bytes_per_s=sum(drive.write_bytes_per_s for drive in drives),
+    )
+    size = sum(drive.capacity_bytes for drive in drives)
+    return replace(machine, drives=drives, disk_bytes=size, hardware=hardware)
 
 
 def fitting_length(options: TrainOptions) -> int:

@@ -70,11 +70,11 @@ class Schedules:
         planner: Planner,
         micro_batch: int | None,
         is_open: Callable[[], bool],
-        open_empty: Callable[[], None],
+        at_rest: Callable[[], AbstractContextManager[None]],
         on_demand: Callable[[int], AbstractContextManager[tuple[torch.Tensor, dict[str, torch.Tensor]]]],
     ) -> None:
-        """`is_open`: whether weights are at rest. `open_empty`: brings them there before any batch is known.
-        `on_demand`: a unit by itself."""
+        """`is_open`: whether weights are at rest. `at_rest`: brings them there before any batch is known,
+        and binds those outside any unit's forward. `on_demand`: a unit by itself."""
         self.trials: list[Trial] = []
         self.looks: list[Look] = []
         self._model = model
@@ -84,7 +84,7 @@ class Schedules:
         self._planner = planner
         self._micro_batch = micro_batch
         self._is_open = is_open
-        self._open_empty = open_empty
+        self._at_rest = at_rest
         self._on_demand = on_demand
         self._known: dict[Any, Schedule] = {}
         self._profiler: Profiler | None = None
@@ -236,8 +236,12 @@ class Schedules:
 
     def _profile_real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
         """A forward on real data, one unit at a time, for models whose forward looks at values."""
-        self._open_empty()
-        with rng_kept(self._device), all_buffers_kept(self._model), torch.compiler.set_stance("force_eager"):
+        with (
+            self._at_rest(),
+            rng_kept(self._device),
+            all_buffers_kept(self._model),
+            torch.compiler.set_stance("force_eager"),
+        ):
             return self._record(args, kwargs, Profiler(), is_real=True)
 
     def _record(

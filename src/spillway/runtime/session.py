@@ -82,7 +82,7 @@ class Session:
             planner,
             micro_batch,
             lambda: self.engine.is_open,
-            self._open_empty,
+            self._at_rest,
             self._on_demand,
         )
         self.step_number = 0  # of forwards; a backward belongs to the newest
@@ -114,9 +114,15 @@ class Session:
         """What a step on this batch would be, without opening anything."""
         return self.schedules.of(args, kwargs).profile
 
-    def _open_empty(self) -> None:
-        """Weights come to rest before any batch is known."""
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Weights come to rest before any batch is known; those outside any unit's forward are bound meanwhile."""
         self.engine.open(self.schedules.of((), {}))
+        bind_residents(self.units, self.store.homes, with_grads=False)
+        try:
+            yield
+        finally:
+            unbind_residents(self.units, self.placeholders)
 
     def undo(self, params: dict[str, nn.Parameter]) -> None:
         """Give the model its own forwards and parameters back: nothing was stored yet."""
