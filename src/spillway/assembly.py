@@ -90,6 +90,12 @@ def check_fresh(model: nn.Module) -> None:
             "torch.compile on a whole model leaves no blocks to stream, and as a function it renames their parameters: "
             "compile the blocks in place instead, as in `for block in model.model.layers: block.compile()`"
         )
+    for name, param in model.named_parameters():
+        if param._backward_hooks:
+            raise UsageError(
+                f"{name} has a hook on its gradient, which would not be called: gradients of a model that streams are "
+                f"summed unit by unit; freeze a part of it instead, or scale the loss"
+            )
     if model in _prepared or model in _closed:
         raise UsageError("this model was prepared before: build or load it anew")
 

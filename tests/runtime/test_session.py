@@ -177,8 +177,9 @@ def test_on_disk_every_deferred_step_is_saved_with_the_next_one(tmp_path: Path) 
         model(**models.batch("llama", number)).loss.backward()
         optimizer.step()
     assert prepared(model).points.saved_step == 1
+    points = prepared(model).points
     close(model)
-    assert prepared(model).points.saved_step == 2
+    assert points.saved_step == 2
 
 
 class Peeks(nn.Module):
@@ -349,8 +350,9 @@ def test_an_interrupt_while_updates_come_to_rest_leaves_a_model_that_closes(
     threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
+    points = prepared(model).points
     close(model)
-    assert prepared(model).points.saved_step == 1
+    assert points.saved_step == 1
 
 
 def test_a_drive_that_fails_between_backward_and_step_is_not_forgotten(

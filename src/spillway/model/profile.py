@@ -97,7 +97,7 @@ class Profiler:
             storage = tensor.untyped_storage()
             if storage._cdata not in elsewhere:
                 saved[storage._cdata] = storage.nbytes()
-            return tensor
+            return tensor.detach()  # itself would be held by what made it, for good
 
         before = self._flops.get_total_flops()
         tally = OperatorTally(self._flops)

@@ -7,6 +7,7 @@ import torch
 from spillway.plan.pools import stored_bytes
 from spillway.runtime.calls import FlatCall
 from spillway.runtime.graph import Graph
+from spillway.runtime.outgoing import Outgoing, changed_since
 from spillway.runtime.schedules import Schedule
 from spillway.runtime.tape import Tape
 from spillway.spec.plan import Kept
@@ -22,10 +23,18 @@ class StoredInput:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class HeldInput:
+    """One that waits where it is; `version` counts the changes that were made to it in place."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class Activations:
     """Of one forward and its backward. `outgoing`: per call, what its DOWNLOAD takes away."""
 
-    def __init__(self, schedule: Schedule, pools: SlabPools, outgoing: dict[int, list[torch.Tensor]]) -> None:
+    def __init__(self, schedule: Schedule, pools: SlabPools, outgoing: dict[int, Outgoing]) -> None:
         self._schedule = schedule
         self._pools = pools
         self._outgoing = outgoing
@@ -56,7 +65,7 @@ class Activations:
     def keep_graph(self, index: int, graph: Graph) -> None:
         """Hand what autograd saved to the activation store, where that is not the device."""
         if self._moves(index):
-            self._outgoing[index] = graph.release(self._capacity(index))
+            self._outgoing[index] = Outgoing(graph.name, graph.release(self._capacity(index)))
 
     def back(self, index: int) -> torch.Tensor | None:
         """The slab that what was kept of a call has come back to; None where it never left."""
@@ -69,33 +78,38 @@ class Activations:
 
     def keep_inputs(
         self, index: int, call: FlatCall, tensors: list[torch.Tensor], tape: Tape | None
-    ) -> list[torch.Tensor | StoredInput]:
+    ) -> list[HeldInput | StoredInput]:
         """Hand the call's own inputs and its tape to the activation store; what is returned stays with autograd."""
         acts = self._schedule.shapes[index].acts
         if not self._moves(index):
-            return [tensor.detach() for tensor in tensors]
+            return list(map(_held, tensors))
         own = [hole in acts for hole in call.holes]
         outgoing = [tensor.detach().contiguous() for mine, tensor in zip(own, tensors, strict=True) if mine]
         if tape is not None:
             start = sum(align(tensor.numel() * tensor.itemsize, PAGE) for tensor in outgoing)
             outgoing += tape.release(start, self._capacity(index))
         if not outgoing:
-            return [tensor.detach() for tensor in tensors]
-        self._outgoing[index] = outgoing
+            return list(map(_held, tensors))
+        self._outgoing[index] = Outgoing(call.name, outgoing)
         return [
-            StoredInput(tensor.shape, tensor.dtype) if mine else tensor.detach()
+            StoredInput(tensor.shape, tensor.dtype) if mine else _held(tensor)
             for mine, tensor in zip(own, tensors, strict=True)
         ]
 
-    def bring_inputs(self, index: int, kept: list[torch.Tensor | StoredInput], tape: Tape | None) -> list[torch.Tensor]:
-        """All inputs of the call again, the stored ones as views of their slot; and its tape."""
+    def bring_inputs(
+        self, index: int, call: FlatCall, kept: list[HeldInput | StoredInput], tape: Tape | None
+    ) -> list[torch.Tensor]:
+        """All inputs of the call again, the stored ones as views of their slot; and its tape. Raises UsageError where
+        one was changed since."""
         if tape is not None and self._moves(index):
             tape.bring_back(self._slab(index))
         tensors: list[torch.Tensor] = []
         at = 0
         for item in kept:
-            if isinstance(item, torch.Tensor):
-                tensors.append(item)
+            if isinstance(item, HeldInput):
+                if item.tensor._version != item.version:
+                    raise changed_since(call.name)
+                tensors.append(item.tensor)
                 continue
             size = item.shape.numel() * item.dtype.itemsize
             tensors.append(self._slab(index)[at : at + size].view(item.dtype).view(item.shape))
@@ -113,3 +127,7 @@ class Activations:
 
     def _slab(self, index: int) -> torch.Tensor:
         return self._pools.buffer(f"as{index}")
+
+
+def _held(tensor: torch.Tensor) -> HeldInput:
+    return HeldInput(tensor.detach(), tensor._version)

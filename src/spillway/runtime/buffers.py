@@ -10,29 +10,35 @@ from spillway.model.units import Unit
 
 
 class BufferGuard:
-    """Learns in a unit's first forward whether it changes its buffers, and keeps them as they are when the unit is
-    computed again."""
+    """Learns in a unit's first forward whether it changes its buffers. Where it does, a call is computed again from
+    those that it began with, and they are afterwards as they were."""
 
     def __init__(self) -> None:
         self._changes: dict[tuple[str, bool], bool] = {}
+        self._before: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # per call: buffers and their contents
 
     @contextmanager
-    def first_time(self, unit: Unit) -> Iterator[None]:
-        """The forward whose changes stay."""
+    def first_time(self, unit: Unit, call: int) -> Iterator[None]:
+        """The forward of a call, whose changes stay."""
         key = (unit.name, any(module.training for _, module in unit.members))
-        if key in self._changes:
+        if not self._changes.get(key, True):
             yield
             return
         # Contents, not versions: batch norms write theirs behind the version counter's back.
-        before = [(buffer, buffer.detach().clone()) for buffer in _buffers(unit)]
+        before = self._before[call] = [(buffer, buffer.detach().clone()) for buffer in _buffers(unit)]
         yield
-        self._changes[key] = any(not torch.equal(buffer, content) for buffer, content in before)
+        if key not in self._changes:
+            self._changes[key] = any(not torch.equal(buffer, content) for buffer, content in before)
+            if not self._changes[key]:
+                del self._before[call]
 
     @contextmanager
-    def again(self, unit: Unit) -> Iterator[None]:
-        """A computation whose changes are undone."""
-        key = (unit.name, any(module.training for _, module in unit.members))
-        with _kept(_buffers(unit) if self._changes.get(key, True) else []):
+    def again(self, call: int) -> Iterator[None]:
+        """The same computation, whose changes are undone."""
+        before = self._before.pop(call, [])
+        with _kept([buffer for buffer, _ in before]):
+            for buffer, content in before:
+                buffer.copy_(content)
             yield
 
 

@@ -46,7 +46,20 @@ def flatten_call(
     tensors = [leaves[hole] for hole in holes]
     for hole in holes:
         leaves[hole] = None
-    return FlatCall(function, spec, tuple(leaves), holes), tensors
+    call = FlatCall(function, spec, tuple(leaves), holes)
+    _refuse_hidden(call)
+    return call, tensors
+
+
+def _refuse_hidden(call: FlatCall) -> None:
+    """Raise UsageError for an argument with tensors that nobody finds: their gradients would go past the unit."""
+    for leaf in call.leaves:
+        held = getattr(leaf, "__dict__", {}).values()
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in held):
+            raise UsageError(
+                f"{call.name} was given a {type(leaf).__name__} that holds tensors with gradients: hand them over by "
+                f"themselves or in a tuple or dict, or make its class known with torch.utils._pytree.register_dataclass"
+            )
 
 
 def run_in_pieces(call: UnitCall) -> Any:

@@ -63,7 +63,7 @@ class Graph:
         shared: list[torch.Tensor],
         moves: bool,
     ) -> None:
-        self._name = name
+        self.name = name
         self._is_back = False
         self.shapes = [tensor.shape for tensor in inputs]
         self._moves = moves
@@ -144,7 +144,7 @@ class Graph:
     def refuse_bypass(self, _: object = None) -> None:
         """Raise UsageError outside of the call's own backward."""
         if not self._is_back:
-            raise bypass(self._name)
+            raise bypass(self.name)
 
     def take(self, index: int) -> tuple[list[torch.Tensor], list[Root]]:
         """Inputs and outputs of a micro-batch, which are then forgotten here."""

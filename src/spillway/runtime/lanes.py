@@ -9,6 +9,7 @@ import torch
 from spillway.optim.clip import Clipping
 from spillway.optim.update import Hyper, StateRange, laid_in, sum_squares, update_range
 from spillway.runtime.device import Device
+from spillway.runtime.outgoing import Outgoing
 from spillway.spec.errors import NonFinite, invariant
 from spillway.spec.plan import Op
 from spillway.store.arena import SlabPools
@@ -49,7 +50,7 @@ class StepState:
     squares: dict[int, float] = field(default_factory=dict)  # per unit: sum of squares of its gradient as it landed
     non_finite: int | None = None  # a unit whose gradient is infinite or not a number
     fresh: set[int] = field(default_factory=set)  # units whose gradient slot this backward has filled
-    acts: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # inputs on their way out, per call
+    acts: dict[int, Outgoing] = field(default_factory=dict)  # inputs on their way out, per call
     at_rest: bool = False  # every update of `late` is
     in_place: bool = False  # an update has changed weights or states of which there is no other copy
     act_extents: dict[int, Extent] = field(default_factory=dict)
@@ -129,10 +130,14 @@ class LaneWorker:
 
     def _download_act(self, op: Op, home: UnitHome) -> None:
         buffer, at = self._buffer(op.target), 0
-        for tensor in self.step.acts.pop(op.call, ()):  # none where a forward that was given up is run out
+        outgoing = self.step.acts.pop(op.call, None)
+        if outgoing is None:  # a forward that was given up is run out
+            return
+        for tensor in outgoing.tensors:
             size = tensor.numel() * tensor.element_size()
             self._device.copy("download", buffer[at : at + size].view(tensor.dtype).view(tensor.shape), tensor)
             at += -(-size // 4096) * 4096
+        outgoing.refuse_changed()
 
     def _write_act(self, op: Op, home: UnitHome) -> None:
         extent = self.step.act_extents[op.call]
@@ -192,7 +197,7 @@ class LaneWorker:
         elements = grad[: home.layout.grad_bytes].view(home.layout.dtype)[: home.layout.num_trainable]
         with self._device.lane(op.lane):
             total = sum_squares(elements, self._threads)
-        if not math.isfinite(total):
+        if not math.isfinite(total) and self.step.non_finite is None:  # what comes later has it from the first one
             self.step.non_finite = op.unit
         self.step.squares[op.unit] = total
         own = self.step.own

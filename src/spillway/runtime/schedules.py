@@ -95,7 +95,7 @@ class Schedules:
         """The schedule for batches like this one. Raises UsageError and PlanInfeasible."""
         self._refuse_other_device((args, kwargs))
         seen = tuple(look.read(args, kwargs) for look in self.looks)
-        signature = (_signature((args, kwargs)), seen)
+        signature = (_signature((args, kwargs)), seen, self._model.training)
         known = self._known.get(signature)
         if known is None:
             self._calls_beside = False

@@ -106,8 +106,9 @@ class Session:
     def open(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Schedule:
         """Plan for this batch, take the memory and the disk space, and load the weights. Without a batch only the
         resting places are planned. Raises PlanInfeasible and DiskError before anything is computed."""
-        schedule = self.schedules.of(args, kwargs or {})
-        self.engine.open(schedule)
+        with torch.inference_mode(False):  # what is made here is trained, whoever asks first
+            schedule = self.schedules.of(args, kwargs or {})
+            self.engine.open(schedule)
         return schedule
 
     def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelProfile:
@@ -315,7 +316,7 @@ class Session:
     def forward_of(self, index: int) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """The unit of a call is in its slot and bound (both are given); afterwards the slot is free for the next."""
         op = self.engine.upcoming_call(index, backward=False)
-        with self.engine.computing(op) as (slot, views, _), self._buffers.first_time(self.units[op.unit]):
+        with self.engine.computing(op) as (slot, views, _), self._buffers.first_time(self.units[op.unit], index):
             yield slot, views
 
     @contextmanager
@@ -325,7 +326,7 @@ class Session:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         op = self.engine.upcoming_call(index, backward=True)
-        with self.engine.computing(op) as (slot, _, gradients), self._buffers.again(self.units[op.unit]):
+        with self.engine.computing(op) as (slot, _, gradients), self._buffers.again(index):
             yield slot, gradients
 
     # The user's backward and step #

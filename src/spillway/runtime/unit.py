@@ -152,7 +152,7 @@ class _UnitFunction(torch.autograd.Function):
                 found = run_kept_backward(call, shape, list(grads), graph)
                 graph.close()
             else:
-                tensors = session.activations.bring_inputs(index, kept, tape)
+                tensors = session.activations.bring_inputs(index, call, kept, tape)
                 found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, tape, device)
         ctx.step = None
         return (None, None, None, None, None, *found)

@@ -1,0 +1,124 @@
+"""Forwards whose backward could not be computed as plain PyTorch would are refused, in a sentence."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+import spillway
+from spillway.spec.errors import UsageError
+
+
+@dataclass
+class Held:
+    x: torch.Tensor
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor | Held) -> torch.Tensor:
+        return self.linear((x.x if isinstance(x, Held) else x) * 2).tanh()
+
+
+class Chain(nn.Module):
+    """Blocks between which something is done with what goes from one to the next."""
+
+    def __init__(self, between: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks, self.between = nn.Linear(8, 8), nn.ModuleList(Block() for _ in range(3)), between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.between(block, x)
+        return x.square().mean()
+
+
+def add_in_place(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x += block(x)
+    return x
+
+
+def prepared_chain(between: Any, **options: Any) -> nn.Module:
+    model, _ = spillway.prepare(Chain(between), spillway.AdamW(), device="cpu", **options)
+    return model
+
+
+@pytest.mark.parametrize("activations", ("recompute", "tape"))
+def test_an_input_that_is_changed_after_the_call(activations: str) -> None:
+    model = prepared_chain(add_in_place, activations=activations)
+    with pytest.raises(UsageError, match=r"an input of Block\.forward was changed in place"):
+        model(torch.ones(2, 8)).backward()
+    spillway.close(model)
+
+
+def test_an_input_that_is_changed_after_the_call_is_kept_where_all_is() -> None:
+    model, plain = prepared_chain(add_in_place, activations="keep"), Chain(add_in_place)
+    loss, expected = model(torch.ones(2, 8)), plain(torch.ones(2, 8))
+    loss.backward()
+    assert loss.item() == expected.item()
+    spillway.close(model)
+
+
+def test_an_argument_that_hides_tensors() -> None:
+    model = prepared_chain(lambda block, x: block(Held(x)))
+    with pytest.raises(UsageError, match=r"Block\.forward was given a Held that holds tensors with gradients"):
+        model(torch.ones(2, 8))
+    spillway.close(model)
+
+
+def test_a_hook_on_the_gradient_of_a_parameter() -> None:
+    model = Chain(lambda block, x: block(x))
+    model.first.weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(UsageError, match=r"first\.weight has a hook on its gradient"):
+        spillway.prepare(model, spillway.AdamW(), device="cpu")
+
+
+@pytest.mark.parametrize("activations", ("recompute", "tape", "keep"))
+def test_a_unit_that_reads_buffers_it_changes_is_computed_again_from_the_old_ones(activations: str) -> None:
+    def normed() -> Chain:
+        model = Chain(lambda block, x: block(x))
+        for block in model.blocks:
+            spectral_norm(block.linear)
+        return model
+
+    plain = normed()
+    model, optimizer = spillway.prepare(
+        normed(), spillway.SGD(lr=0.1, momentum=0.0, max_grad_norm=None), device="cpu", activations=activations
+    )
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(3):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
+        loss, expected = model(x), plain(x)
+        torch.testing.assert_close(loss.item(), expected.item(), rtol=1e-6, atol=0)
+        for each, step in ((loss, optimizer), (expected, other)):
+            each.backward()
+            step.step()
+        other.zero_grad()
+    trained = spillway.api.read_parameters(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(trained[name], param.detach(), rtol=1e-5, atol=1e-6, msg=name)
+    spillway.close(model)
+
+
+def test_weights_that_are_first_wanted_in_inference_mode_can_be_trained_afterwards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    model, optimizer = spillway.prepare(
+        Chain(lambda block, x: block(x)), spillway.AdamW(), device="cpu", store=tmp_path, weights="disk"
+    )
+    with torch.inference_mode():
+        before = model(torch.ones(2, 8)).item()
+    model(torch.ones(2, 8)).backward()
+    optimizer.step()
+    with torch.inference_mode():
+        assert model(torch.ones(2, 8)).item() != before
+    spillway.close(model)
