@@ -81,13 +81,22 @@ def test_evaluation_and_generation_stream_the_weights(tmp_path: Path) -> None:
     spillway.close(model)
 
 
-def test_frozen_parameters_are_neither_updated_nor_given_states(tmp_path: Path) -> None:
+@pytest.mark.parametrize("activations", ("auto", "recompute", "tape", "keep", "host", "disk"))
+def test_frozen_parameters_are_neither_updated_nor_given_states_nor_gone_back_through(
+    tmp_path: Path, activations: str
+) -> None:
     plain = models.llama()
     plain.requires_grad_(False)
     plain.model.layers[1].requires_grad_(True)
     plain.model.layers[2].mlp.requires_grad_(True)
     model, optimizer = spillway.prepare(
-        copy.deepcopy(plain), SETTINGS, store=tmp_path / "store", device="cpu", weights="disk", states="disk"
+        copy.deepcopy(plain),
+        SETTINGS,
+        store=tmp_path / "store",
+        device="cpu",
+        weights="disk",
+        states="disk",
+        activations=activations,
     )
     steps = [[models.batch("llama", seed)] for seed in range(4)]
     for (batch,) in steps:
@@ -101,6 +110,9 @@ def test_frozen_parameters_are_neither_updated_nor_given_states(tmp_path: Path) 
         assert param.requires_grad or torch.equal(weights[name], start[name])
     units = prepared(model).session.units
     assert sum(unit.layout.state_bytes > 0 for unit in units) == 2
+    ops = prepared(model).session.engine.in_force.plan.ops
+    behind = {units[op.unit].name for op in ops if op.kind == "BACKWARD"}
+    assert "model.layers.1" in behind and not behind & {"model.embed_tokens", "model.layers.0"}
     spillway.close(model)
 
 

@@ -5,7 +5,7 @@ The forward runs on fake tensors: shapes and dtypes only, no memory, no arithmet
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class CallRecord:
     chunk_rows: int = 0
     again: UnitCall | None = None  # to call it on other fake tensors
     origins: dict[int, frozenset[int]] = field(default_factory=dict)  # per output: inputs it was computed from
+    differentiated: bool = True  # an output needs a gradient, or that is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class CallShape:
     cut_inputs: frozenset[int]
     cut_outputs: frozenset[int]
     acts: tuple[int, ...]  # inputs that the activation store keeps for backward
+    differentiated: bool = True
 
 
 @dataclass(slots=True)
@@ -121,6 +123,7 @@ class Profiler:
             call.chunk_rows,
             call if self.is_fake else None,
             _origins(inputs, outputs),
+            not self.is_fake or any(output.requires_grad for output in outputs.values()),
         )
         self.calls.append(record)
         return result
@@ -165,7 +168,10 @@ def shapes_of(
         for tensor_id in {id(tensor) for tensor in call.inputs.values()}:
             uses[tensor_id] = uses.get(tensor_id, 0) + 1
     return tuple(
-        _shape_of(call, None if grown is None else grown[index], rows, micro_batch, uses)
+        replace(
+            _shape_of(call, None if grown is None else grown[index], rows, micro_batch, uses),
+            differentiated=call.differentiated,
+        )
         for index, call in enumerate(calls)
     )
 
@@ -264,6 +270,7 @@ def model_profile(
             call.saved_count,
             tuple(operator.cut(shape.chunks) for operator in call.operators),
             work + _whole(call) if work and shape.chunks > 1 else work,
+            call.differentiated,
         )
         for call, shape, work in zip(calls, shapes, works, strict=True)
     )

@@ -131,7 +131,10 @@ def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Pha
     on_disk = [(size, where) for size, where in weights if where.weights == "disk"]
     stay = sum(sorted((size for size, _ in weights), reverse=True)[: placement.window])
     streamed = sum(size for size, _ in weights)
-    fetched = sum(size for size, _ in on_disk)
+    again_there = {id(model.units[call.unit]) for call in model.calls if call.differentiated}
+    wanted = [(unit.weight_bytes, where) for unit, where in units if id(unit) in again_there]
+    back = sum(size for size, where in wanted if where.weights != "device")
+    fetched = sum(size for size, where in wanted if where.weights == "disk")
     moved = {tier: 0 for tier in ("host", "disk")}
     flops = behind = again = 0.0
     for call, kept in zip(model.calls, placement.acts, strict=True):
@@ -150,7 +153,7 @@ def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Pha
     )
     backward = Phase(
         flops=behind + again,
-        upload=max(streamed - stay, 0) + both,
+        upload=max(back - stay, 0) + both,
         download=sum(unit.grad_bytes for unit, where in units if where.states not in ("none", "device")),
         read=max(fetched - stay, 0) + moved["disk"],
         write=sum(unit.grad_bytes for unit, where in units if where.states != "none" and where.grads == "disk"),

@@ -387,6 +387,8 @@ class Filler:
     def _kept(self, index: int, tier: str, level: str) -> Kept | None:
         """Of one call; None where there is nothing to keep."""
         call = self._model.calls[index]
+        if not call.differentiated:
+            return None
         if call.kind == "LOSS" and (tier, level) != ("device", EVERYTHING):
             return None  # its backward follows at once: nothing of it is worth the way
         if level == EVERYTHING:

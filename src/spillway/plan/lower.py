@@ -44,7 +44,7 @@ class Lowering:
 
     def run(self) -> tuple[Op, ...]:
         """The list. Raises InvariantError if a pool is too small for even one operation at a time."""
-        turn = len(self._uses) // 2
+        turn = len(self._model.calls)
         self._updates.catch_up_resident()
         for position, use in enumerate(self._uses[:turn]):
             self._fetch_ahead(position)
@@ -65,7 +65,9 @@ class Lowering:
     def _list_uses(self) -> list[Use]:
         calls = [(index, call.unit) for index, call in enumerate(self._model.calls)]
         forward = [Use(index, unit, False) for index, unit in calls]
-        return forward + [Use(index, unit, True) for index, unit in reversed(calls)]
+        return forward + [
+            Use(index, unit, True) for index, unit in reversed(calls) if self._model.calls[index].differentiated
+        ]
 
     def _fetch_ahead(self, position: int) -> None:
         """Emit every fetch there is room for, and by all means those that this use waits for."""

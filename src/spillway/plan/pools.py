@@ -38,6 +38,7 @@ class Kinds:
                 call.chunks,
                 call.operators,
                 call.work_bytes,
+                call.differentiated,
             )
             for call in model.calls
         )
@@ -167,6 +168,8 @@ class SlabNames:
 
 def stored_bytes(call: CallProfile, kept: Kept) -> int:
     """Bytes of what is kept of a call."""
+    if not call.differentiated:
+        return 0
     if kept.everything:
         return call.act_bytes + call.saved_room
     return call.act_bytes + sum(operator.num_bytes for operator in call.operators if operator.name in kept.tape)
@@ -174,7 +177,7 @@ def stored_bytes(call: CallProfile, kept: Kept) -> int:
 
 def recomputed_flops(call: CallProfile, kept: Kept) -> float:
     """What backward has to compute again of a call."""
-    if kept.everything:
+    if kept.everything or not call.differentiated:
         return 0.0
     return call.flops - sum(operator.flops for operator in call.operators if operator.name in kept.tape)
 

@@ -263,5 +263,6 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 def _signature(batch: Any) -> Any:
     leaves, spec = tree_flatten(batch)
     return spec, tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
     )

@@ -85,6 +85,8 @@ def original_forward(module: nn.Module) -> Callable[..., Any]:
 def run_in_step(session: "Session", index: int, unit_call: UnitCall) -> Any:
     """One call of the step's forward, differentiable."""
     call, tensors = flatten_call(unit_call.function, unit_call.args, unit_call.kwargs)
+    if not session.shape(index).differentiated:
+        return _run_frozen(session, index, call, tensors)
     box: dict[str, Any] = {}
     outputs = _UnitFunction.apply(session, index, call, box, session.anchor, *tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -94,6 +96,19 @@ def run_in_step(session: "Session", index: int, unit_call: UnitCall) -> Any:
         for leaf in box["leaves"]
     ]
     return tree_unflatten(leaves, box["spec"])
+
+
+def _run_frozen(session: "Session", index: int, call: FlatCall, tensors: list[torch.Tensor]) -> Any:
+    """A call that has no backward: all is frozen in it and before it. Raises UsageError where that is not so."""
+    if any(tensor.requires_grad for tensor in tensors):
+        raise UsageError(
+            f"{call.name} was given a tensor that needs a gradient, and in the batches before nothing up to there did: "
+            f"let the first batch have all that is trained"
+        )
+    shape, device = session.shape(index), session.device.torch_device
+    with session.forward_of(index) as (slot, _):
+        found, spec, _ = run_forward(call, shape, tensors, device, slot, None, None)
+    return tree_unflatten([tensors[leaf.index] if isinstance(leaf, PassedThrough) else leaf for leaf in found], spec)
 
 
 _TENSOR = object()  # a place among the leaves that is filled with an output of the Function

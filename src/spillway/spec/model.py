@@ -62,6 +62,7 @@ class CallProfile:
     saved_count: int = 0  # tensors that `saved_bytes` are of
     operators: tuple[OperatorClass, ...] = ()  # highest benefit first
     work_bytes: int = 0  # of the device while a micro-batch is computed, forward and backward; 0 where unknown
+    differentiated: bool = True  # not where all is frozen before it and in it: then it has no backward
 
     @property
     def saved_room(self) -> int:
@@ -88,5 +89,7 @@ class ModelProfile:
     def backward_flops(self, call: CallProfile) -> float:
         """Of a call, without what is computed again: as many as in forward for the gradients of its inputs, and for
         those of its weights as far as they are trained."""
+        if not call.differentiated:
+            return 0.0
         unit = self.units[call.unit]
         return call.flops * (1 + min(unit.num_trainable / max(unit.num_params, 1), 1.0))
