@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from spillway.api import as_dtype
 from spillway.checkpoint.points import from_text
 from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.checkpoint.saved import SavedPoint
@@ -18,8 +19,6 @@ from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.sizes import format_size
 from spillway.store.disk import free_bytes
 from spillway.store.manifest import Manifest
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,7 @@ def export(
 
     Raises UsageError for a wrong choice, DiskError for damage or want of room.
     """
-    wanted = _DTYPES.get(dtype) if dtype else None
-    if dtype and wanted is None:
-        raise UsageError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}")
+    wanted = as_dtype(dtype) if dtype else None
     saved = open_run(run)
     _refuse_used(output, find_directory(saved.options.model), overwrite)
     manifest = _choose(saved, step)

@@ -19,11 +19,12 @@ from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.optim.config import AdamW, settings_of
 from spillway.optim.update import split_master
 from spillway.report.progress import Reporter
-from spillway.rundir import read_options
+from spillway.rundir import read_options, where_saved
 from spillway.saved_run import open_run
 from spillway.spec.errors import DiskError, UsageError, VerificationFailed
 from spillway.spec.options import TrainOptions
 from spillway.spec.sizes import format_size
+from spillway.store.manifest import manifest_files
 
 # Relative difference of losses that order of summation alone can make: other loss chunks, other micro-batches.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -68,6 +69,11 @@ def verify_points(run: Path, reporter: Reporter) -> list[PointCheck]:
                 problem = str(error)
         found.append(PointCheck(manifest.step, total, problem))
     return found
+
+
+def has_points(run: Path) -> bool:
+    """Whether the run has saved a step."""
+    return bool(manifest_files(where_saved(read_options(run), run)))
 
 
 def verify_against_resident(run: Path, steps: int, layers: int | None, reporter: Reporter) -> Comparison:

@@ -31,6 +31,10 @@ def test_every_part_has_a_source_and_every_server_exists() -> None:
         ("rtx4090+99pro", "did you mean 990pro"),
         ("4x990pro", "names no GPU"),
         ("rtx4090+-64GB", "there is no"),
+        ("rtx4090+rtx3090", "names more than one GPU"),
+        ("2xrtx4090", "names more than one GPU"),
+        ("rtx4090+0x990pro", "is none of it"),
+        ("rtx4090+0GB", "is no memory"),
         ("nowhere.toml", "cannot be read"),
     ),
 )
@@ -53,3 +57,26 @@ def test_a_file_changes_any_figure(tmp_path: Path) -> None:
         file.write_text(content)
         with pytest.raises(UsageError, match=words):
             find_machine(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    (
+        ('device = "tpu"', "device must be 'cuda' or 'cpu'"),
+        ('cores_shared = "yes"', "cores_shared must be true or false"),
+        ("disk_together = 5.0", "disk_together is a share of a rate"),
+        ("link_together = 7.0", "link_together is a share of a rate"),
+    ),
+)
+def test_what_makes_no_sense_in_a_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=words):
+        find_machine(str(file))
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
+        find_machine(str(file))

@@ -62,6 +62,23 @@ def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture
     assert found["helps"][0]["change"].startswith("--per-device-train-batch-size 1 ")
 
 
+def test_what_moves_to_the_device_leaves_room_in_memory_that_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ask(capsys, "gpt-13b", "--hardware", "h200+150GB+990pro", "--max-length", "1024")
+    assert found["written_bytes"] == 0 and found["step_seconds"] < 4
+
+
+def test_without_a_drive_units_begin_on_the_device_where_memory_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask(capsys, "gpt-10b", "--hardware", "b200+64GB", "--max-length", "1024")["fits"]
+    short = ask(capsys, "gpt-13b", "--hardware", "rtx4090+128GB", "--max-length", "1024", code=3)
+    assert "a drive (990pro)" in [help_["change"] for help_ in short["helps"]]
+
+
+def test_a_smaller_batch_is_offered_where_it_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ("--per-device-train-batch-size", "8", "--gradient-accumulation-steps", "32")
+    found = ask(capsys, "gpt-13b", "--hardware", "rtx4090+990pro+64GB", "--max-length", "1024", *rows, code=3)
+    assert any(help_["change"].endswith("of the batch") for help_ in found["helps"])
+
+
 def test_the_largest_model_grows_with_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = []
     for machine in ("rtx4080+990pro+32GB", "rtx4080+2x990pro+64GB"):
