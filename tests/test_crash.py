@@ -60,3 +60,19 @@ def test_a_kill_around_any_call_that_makes_something_durable_is_survived(
             killing.finish(killing.start(command(inputs, run, "disk"), killing.Deadly(name, call, before)))
     assert killing.finish(killing.start(command(inputs, run, "disk"))) == 0
     assert killing.same(killing.outcome(run), expected)
+
+
+FILES = (("replace", "step-"), ("replace", "config.json"), ("replace", "saved-step"), ("unlink", "step-"))
+
+
+@pytest.mark.parametrize(("name", "file"), FILES)
+def test_a_kill_around_the_first_write_of_a_file_is_survived(
+    inputs: tuple[Path, Path], tmp_path: Path, name: str, file: str
+) -> None:
+    killing.measure(command(inputs, tmp_path / "whole", "disk"))
+    run = tmp_path / "run"
+    for before in (True, False):
+        deadly = killing.Deadly(name, 1, before, file)
+        assert killing.finish(killing.start(command(inputs, run, "disk"), deadly)) == -signal.SIGKILL
+    assert killing.finish(killing.start(command(inputs, run, "disk"))) == 0
+    assert killing.same(killing.outcome(run), killing.outcome(tmp_path / "whole"))

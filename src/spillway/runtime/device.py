@@ -137,17 +137,20 @@ class CudaDevice:
 
     def pin(self, buffer: torch.Tensor) -> Callable[[], None]:
         """Register the pages with the driver, once and at their exact size. Where it refuses (a limit on locked memory)
-        copies go through a small pinned ring."""
-        address, size = buffer.data_ptr(), buffer.numel()
-        if not size:
-            return lambda: None
-        if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) != 0:
+        as much of the beginning as it takes; copies of the rest go through a small pinned ring."""
+        address, wanted = buffer.data_ptr(), buffer.numel()
+        size = wanted
+        while size and int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) != 0:
             _forget_last_error()
+            size = size // 2 // PAGE * PAGE
+        if size < wanted:
             warnings.warn(
-                f"the driver would not pin {format_size(size)} of host memory, so copies to and from the GPU take a "
-                "detour and more time than planned: raise the limit of locked memory (ulimit -l)",
+                f"the driver would pin only {format_size(size)} of {format_size(wanted)} of host memory, so copies to "
+                "and from the GPU take a detour and more time than planned: raise the limit of locked memory "
+                "(ulimit -l)",
                 stacklevel=2,
             )
+        if not size:
             return lambda: None
         self._pinned[address] = size
 
