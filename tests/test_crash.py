@@ -17,6 +17,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return directories.make_model(directory / "llama"), directories.make_texts(directory / "texts.jsonl")
 
 
+@pytest.fixture(scope="module")
+def whole(
+    inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[tuple[int, float]], dict[str, torch.Tensor]]:
+    """What a run comes to that was not killed."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    killing.measure(command(inputs, run, "disk"))
+    return killing.outcome(run)
+
+
 def command(inputs: tuple[Path, Path], run: Path, place: str, *more: str) -> list[str]:
     model, data = map(str, inputs)
     fixed = ["--max-length", "64", "--per-device-train-batch-size", "2", "--learning-rate", "1e-3", "--device", "cpu"]
@@ -67,12 +77,15 @@ FILES = (("replace", "step-"), ("replace", "config.json"), ("replace", "saved-st
 
 @pytest.mark.parametrize(("name", "file"), FILES)
 def test_a_kill_around_the_first_write_of_a_file_is_survived(
-    inputs: tuple[Path, Path], tmp_path: Path, name: str, file: str
+    inputs: tuple[Path, Path],
+    whole: tuple[list[tuple[int, float]], dict[str, torch.Tensor]],
+    tmp_path: Path,
+    name: str,
+    file: str,
 ) -> None:
-    killing.measure(command(inputs, tmp_path / "whole", "disk"))
     run = tmp_path / "run"
     for before in (True, False):
         deadly = killing.Deadly(name, 1, before, file)
         assert killing.finish(killing.start(command(inputs, run, "disk"), deadly)) == -signal.SIGKILL
     assert killing.finish(killing.start(command(inputs, run, "disk"))) == 0
-    assert killing.same(killing.outcome(run), killing.outcome(tmp_path / "whole"))
+    assert killing.same(killing.outcome(run), whole)
