@@ -192,6 +192,7 @@ class SavedPoints:
             except DamageError as error:
                 self._step_over(error)
         self.found = self.found[: self.keep_last]
+        self.on_commit(self.saved_step)  # an older one, where the newest was damaged: said before that one goes
         if self.directory is not None:
             # Those that will not be kept: from now on their extents are written to.
             drop_manifests(self.directory, {point.step for point in self.found})

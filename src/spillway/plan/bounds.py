@@ -131,10 +131,10 @@ def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Pha
     on_disk = [(size, where) for size, where in weights if where.weights == "disk"]
     stay = sum(sorted((size for size, _ in weights), reverse=True)[: placement.window])
     streamed = sum(size for size, _ in weights)
-    again_there = {id(model.units[call.unit]) for call in model.calls if call.differentiated}
-    wanted = [(unit.weight_bytes, where) for unit, where in units if id(unit) in again_there]
-    back = sum(size for size, where in wanted if where.weights != "device")
-    fetched = sum(size for size, where in wanted if where.weights == "disk")
+    gone_back = {id(model.units[call.unit]) for call in model.calls if call.differentiated}
+    in_backward = [(unit.weight_bytes, where.weights) for unit, where in units if id(unit) in gone_back]
+    streamed_back = sum(size for size, tier in in_backward if tier != "device")
+    fetched_back = sum(size for size, tier in in_backward if tier == "disk")
     moved = {tier: 0 for tier in ("host", "disk")}
     flops = behind = again = 0.0
     for call, kept in zip(model.calls, placement.acts, strict=True):
@@ -153,9 +153,9 @@ def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Pha
     )
     backward = Phase(
         flops=behind + again,
-        upload=max(back - stay, 0) + both,
+        upload=max(streamed_back - stay, 0) + both,
         download=sum(unit.grad_bytes for unit, where in units if where.states not in ("none", "device")),
-        read=max(fetched - stay, 0) + moved["disk"],
+        read=max(fetched_back - stay, 0) + moved["disk"],
         write=sum(unit.grad_bytes for unit, where in units if where.states != "none" and where.grads == "disk"),
     )
     return forward, backward, _update(units)

@@ -180,8 +180,8 @@ def run_forward(
         del inputs, outputs
     if versions != [tensor._version for tensor in tensors]:
         raise UsageError(
-            f"{call.name} changes one of its inputs in place, so backward could "
-            f"not compute it again: let it work on a copy"
+            f"{call.name} changes one of its inputs in place, so backward could not compute it again: let it work on a "
+            f"copy"
         )
     invariant(spec is not None, "a call has at least one micro-batch")
     whole = parts[0] if shape.chunks == 1 else _put_together(parts, shape)

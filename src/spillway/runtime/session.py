@@ -61,9 +61,8 @@ class Session:
         self.units = units
         self.device = device
         self.store = store
-        self.placeholders = make_placeholders(
-            units, device.torch_device
-        )  # what stands in the module tree for each parameter
+        # What stands in the module tree for each parameter.
+        self.placeholders = make_placeholders(units, device.torch_device)
         self.engine = Engine(units, self.placeholders, device, store, threads)
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.rounds = Rounds(accumulation)

@@ -97,8 +97,6 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     parts.points.on_commit = lambda step: note_saved(directory, step)
     model.train()
     plan = _open(parts, batches, resumed, reporter)
-    if resumed:
-        note_saved(directory, parts.points.saved_step)  # an older one, where the newest was damaged
     training = Training(
         options, origins, directory, stores, length, identity, batches, held_out, _count_steps(options, batches), model,
         optimizer, parts, plan, resumed,
