@@ -86,9 +86,7 @@ def requests(draw: st.DrawFn) -> dict[str, object]:
         )
     )
     return {
-        "update": draw(
-            st.sampled_from(["auto", "serial", "deferred", *([] if clip and accumulation > 1 else ["overlap"])])
-        ),
+        "update": draw(st.sampled_from(["auto", "serial", "deferred", "overlap"])),
         "weights": weights,
         "states": states,
         "clip": clip,

@@ -102,13 +102,6 @@ def test_what_the_user_wants_kept_is_kept_even_where_recomputing_costs_nothing(w
     assert sum(kept.everything or bool(kept.tape) for kept in plan.placement.acts) >= 8
 
 
-def test_overlap_with_clipping_and_several_backward_calls_contradict_each_other() -> None:
-    with pytest.raises(UsageError, match="of several backward calls"):
-        make_plan(
-            profiles.chain(2), profiles.MACHINE, profiles.PLENTY, PlanRequest("overlap", clip=True, accumulation=2)
-        )
-
-
 def test_disk_without_a_store_is_refused() -> None:
     with pytest.raises(UsageError, match="states='disk' needs a store"):
         make_plan(profiles.chain(2), profiles.MACHINE, profiles.PLENTY, PlanRequest(states="disk", has_store=False))

@@ -164,7 +164,7 @@ def test_a_step_that_may_be_skipped_leaves_nothing_changed_where_nothing_is_clip
     close(model)
 
 
-@pytest.mark.parametrize("update", ("serial", "deferred"))
+@pytest.mark.parametrize("update", ("serial", "overlap", "deferred"))
 @pytest.mark.parametrize("place", PLACES)
 def test_no_sync_adds_up_as_many_backwards_as_one_likes(update: str, place: str, tmp_path: Path) -> None:
     plain = models.llama()

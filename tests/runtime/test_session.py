@@ -129,21 +129,23 @@ def test_a_saved_point_right_after_a_step_is_of_that_step(place: str, tmp_path: 
 
 
 @pytest.mark.parametrize("weights", PLACES)
-@pytest.mark.parametrize("share", (0.1, 0.9, 1.0, 10.0))
+@pytest.mark.parametrize(("share", "accumulation"), [(0.1, 1), (0.9, 3), (1.0, 1), (1.0, 3), (10.0, 3)])
 def test_guessing_that_nothing_is_clipped_gives_the_bits_of_waiting_for_the_norm(
-    weights: str, share: float, tmp_path: Path
+    weights: str, share: float, accumulation: int, tmp_path: Path
 ) -> None:
-    results, norms = [], [run_clipped(tmp_path / "probe", weights, "serial", 1e9)[1]]
+    results, norms = [], [run_clipped(tmp_path / "probe", weights, "serial", 1e9, accumulation)[1]]
     limit = share * sorted(norms[0])[len(norms[0]) // 2]
     for update in ("serial", "deferred", "overlap"):
-        results.append(run_clipped(tmp_path / update, weights, update, limit))
+        results.append(run_clipped(tmp_path / update, weights, update, limit, accumulation))
     for found, norms_found in results[1:]:
         assert norms_found == results[0][1]
         assert equal(found, results[0][0])
 
 
-def run_clipped(store: Path, weights: str, update: str, limit: float) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Twelve steps and the norms of their gradients."""
+def run_clipped(
+    store: Path, weights: str, update: str, limit: float, accumulation: int
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Twelve steps and the norms of their gradients. Every fifth has one backward alone."""
     model, optimizer = spillway.prepare(
         models.llama(),
         spillway.AdamW(lr=1e-3, max_grad_norm=limit),
@@ -152,10 +154,15 @@ def run_clipped(store: Path, weights: str, update: str, limit: float) -> tuple[d
         weights=weights,
         states="disk",
         device="cpu",
+        gradient_accumulation_steps=accumulation,
     )
     norms = []
     for number in range(12):
-        model(**models.batch("llama", number)).loss.backward()
+        count = 1 if number % 5 == 4 else accumulation
+        for part in range(1, count + 1):
+            with prepared(model).session.rounds.saying(completes=part == count):
+                loss = model(**models.batch("llama", number * accumulation + part)).loss / count
+                loss.backward()
         optimizer.step()
         norms.append(optimizer.last_result.grad_norm)
     found = read_parameters(model)

@@ -268,12 +268,15 @@ class _Lists:
         return Plan(self._placement, self._pools, end, more, begin)
 
     def all(self, step: Plan) -> Plan:
-        speculates = self._placement.speculates
-        due = self._trained if speculates else self._deferring
+        if not self._placement.speculates:
+            due = self._round(Round(False, self._deferring)).flush() if self._deferring else ()
+            return replace(step, flush_ops=due)
+        several = self._placement.accumulation > 1
         return replace(
             step,
-            wary_ops=self._round(Round(True, self._trained)).run() if speculates else (),
-            flush_ops=self._round(Round(False, due)).flush() if due else (),
+            wary_ops=self._round(Round(True, frozenset() if several else self._trained)).run(),
+            wary_begin_ops=self._round(Round(False, self._trained)).run() if several else (),
+            flush_ops=self._round(Round(False, self._trained)).flush(),
         )
 
     def _round(self, round_: Round) -> Lowering:

@@ -107,16 +107,8 @@ def _update(request: PlanRequest, policy: Policy) -> str:
         return request.fixed.update
     if request.update not in ("auto", *UPDATE_MODES):
         raise UsageError(f"update='{request.update}' is not one of auto, {', '.join(UPDATE_MODES)}")
-    if request.update in ("overlap", "overlap-naive") and request.clip and request.accumulation > 1:
-        raise UsageError(
-            f"update='{request.update}' cannot clip gradients of several backward calls: use update='deferred' (or "
-            f"'auto'), or max_grad_norm=None"
-        )
     if request.update != "auto":
         if request.update.removesuffix("-naive") not in policy.updates:
             raise UsageError(f"policy '{policy.name}' updates {' or '.join(policy.updates)}, not {request.update}")
         return request.update
-    if len(policy.updates) > 1:
-        return "auto"
-    only = policy.updates[0]
-    return "deferred" if only == "overlap" and request.clip and request.accumulation > 1 else only
+    return "auto" if len(policy.updates) > 1 else policy.updates[0]

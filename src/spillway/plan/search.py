@@ -16,7 +16,7 @@ from spillway.plan.lower import complete, lower_step
 from spillway.plan.policies import POLICIES
 from spillway.plan.pools import ELEMENT_ALIGNMENT, recomputed_flops, stored_bytes
 from spillway.plan.request import PlanRequest, Space, space_of
-from spillway.plan.simulate import simulate, step_seconds
+from spillway.plan.simulate import step_seconds
 from spillway.plan.swap import outputs
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
@@ -96,7 +96,7 @@ def _make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, requ
     return replace(
         plan,
         step_seconds=best.seconds,
-        wary_step_seconds=simulate(plan.wary_ops, plan.pools, hardware).seconds,
+        wary_step_seconds=step_seconds(plan, hardware, wary=True)[0] if plan.wary_ops else 0.0,
         bottleneck=best.bottleneck,
         peaks=best.candidate.peaks,
         notes=_notes(model, best.candidate, request),
@@ -109,7 +109,7 @@ def fits(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: P
     for keep in dict.fromkeys((request.keep, NO_POINTS if _may_save_nothing(request) else request.keep)):
         asked = replace(request, keep=keep)
         try:
-            Filler(model, hardware, budget, asked, space).smallest(_first_mode(space, asked))
+            Filler(model, hardware, budget, asked, space).smallest(_first_mode(space))
         except PlanInfeasible:
             continue
         return True
@@ -138,11 +138,9 @@ def swapped_plans(
     return sorted(found.items())
 
 
-def _first_mode(space: Space, request: PlanRequest) -> str:
+def _first_mode(space: Space) -> str:
     """What memory is filled for; which updates then run when is looked at later."""
-    if space.update != "auto":
-        return space.update
-    return "deferred" if request.clip and request.accumulation > 1 else "overlap"
+    return "overlap" if space.update == "auto" else space.update
 
 
 def _before_calls_are_known(model: ModelProfile, hardware: HardwareSpec, budget: Budget) -> Budget:
@@ -227,8 +225,6 @@ class _Search:
 
     def _in_every_mode(self, candidate: Candidate) -> Iterator[Candidate]:
         modes = self._space.policy.updates if self._space.update == "auto" else (self._space.update,)
-        if self._request.clip and self._request.accumulation > 1:
-            modes = tuple(mode for mode in modes if mode != "overlap")
         for mode in modes:
             found = self._filler.candidate(replace(candidate.placement, update=mode))
             if self._filler.fits(found):
@@ -247,7 +243,7 @@ class _Search:
         """Of the whole space; of that without the drives; and, where the model is small, of every policy's."""
         widely = len(self._model.units) <= _WIDELY and self._hardware.device != "cpu"
         needs_drives = None
-        for candidate in self._filler.fillings(self._filler.deepest(_first_mode(self._space, self._request)), widely):
+        for candidate in self._filler.fillings(self._filler.deepest(_first_mode(self._space)), widely):
             if needs_drives is None:
                 needs_drives = any("disk" in (where.weights, where.states) for where in candidate.placement.units)
             yield candidate
@@ -261,7 +257,7 @@ class _Search:
                 continue
             filler = Filler(self._model, self._hardware, self._budget, self._request, space)
             try:
-                yield from filler.fillings(filler.deepest(_first_mode(space, self._request)), widely)
+                yield from filler.fillings(filler.deepest(_first_mode(space)), widely)
             except PlanInfeasible:
                 continue
 
@@ -291,7 +287,7 @@ class _Search:
 
     def _time_as(self, candidate: Candidate, placement: Placement) -> _Timed:
         plan = lower_step(self._model, placement)
-        self._simulated += sum(map(len, plan.rounds))
+        self._simulated += sum(map(len, plan.rounds()))
         return _Timed(candidate, plan, *step_seconds(plan, self._hardware))
 
     def _in_few_parts(self, placement: Placement) -> Placement:

@@ -142,11 +142,12 @@ class _Simulation:
         return 1.0
 
 
-def step_seconds(plan: Plan, hardware: HardwareSpec) -> tuple[float, str]:
-    """Predicted seconds of an optimizer step, accumulation included, and the lane that is busiest."""
+def step_seconds(plan: Plan, hardware: HardwareSpec, wary: bool = False) -> tuple[float, str]:
+    """Predicted seconds of an optimizer step, accumulation included, and the lane that is busiest. `wary`: of one that
+    does not guess at the norm."""
     seconds, busy = 0.0, dict.fromkeys(LANES, 0.0)
     known: dict[int, _Simulation] = {}
-    for ops in plan.rounds:
+    for ops in plan.rounds(wary):
         found = known.get(id(ops))
         if found is None:
             found = known[id(ops)] = _Simulation(ops, plan.pools, hardware)

@@ -26,7 +26,7 @@ class Rest:
         return not self._half_done
 
     def is_wary(self, placement: Placement) -> bool:
-        """Whether the step to come is by the plan's `wary_ops`, which guess nothing."""
+        """Whether the step to come guesses at nothing (the plan's `wary_ops`)."""
         return placement.speculates and self._unclipped < _CALM_STEPS
 
     def refuse_half_done(self) -> None:

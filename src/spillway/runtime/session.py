@@ -186,7 +186,7 @@ class Session:
             may_take_back=plan.placement.speculates,
             act_extents=self.store.act_extents(plan, schedule.profile),
         )
-        self.engine.start(plan.wary_ops if wary else plan.round_ops(self.rounds.is_first, self.rounds.is_last), step)
+        self.engine.start(plan.round_ops(self.rounds.is_first, self.rounds.is_last, wary), step)
         self._activations = Activations(schedule, self.engine.pools, step.acts)
         self.step_number += 1
         self._in_step, self._in_backward, self._next_call = True, False, 0

@@ -151,8 +151,9 @@ class Plan:
     `ops` is the forward and backward that ends a step; `accumulate_ops` one that only adds to the gradients (empty
     without accumulation). Deferred updates belong to the next step's forward: they stand in `ops`, or with accumulation
     in `begin_ops`, the first forward and backward of several; `flush_ops` are they alone, for when no forward follows.
-    Where updates are speculative, `wary_ops` is the step that leaves all of them to the next. Lists run in their order
-    per lane; leases of a pool are granted in list order (see plan.check).
+    Where updates are speculative, `wary_ops` ends a step that leaves all of them to the next, and with accumulation
+    `wary_begin_ops` begins the next. Lists run in their order per lane; leases of a pool are granted in list order (see
+    plan.check).
     """
 
     placement: Placement
@@ -161,35 +162,36 @@ class Plan:
     accumulate_ops: tuple[Op, ...] = ()
     begin_ops: tuple[Op, ...] = ()
     wary_ops: tuple[Op, ...] = ()
+    wary_begin_ops: tuple[Op, ...] = ()
     flush_ops: tuple[Op, ...] = ()
     peaks: TierPeaks = TierPeaks(0, 0, 0)
     step_seconds: float = 0.0
-    wary_step_seconds: float = 0.0  # of a step by `wary_ops`, where there are any
+    wary_step_seconds: float = 0.0  # of a wary step, where there are any
     bottleneck: str = ""
     notes: tuple[str, ...] = ()
 
     @property
     def lists(self) -> tuple[tuple[Op, ...], ...]:
         """Every list that runs by itself."""
-        return self.ops, self.accumulate_ops, self.begin_ops, self.wary_ops, self.flush_ops
+        return self.ops, self.accumulate_ops, self.begin_ops, self.wary_ops, self.wary_begin_ops, self.flush_ops
 
-    def round_ops(self, is_first: bool, is_last: bool) -> tuple[Op, ...]:
-        """What runs at a forward and backward of an optimizer step."""
+    def round_ops(self, is_first: bool, is_last: bool, wary: bool = False) -> tuple[Op, ...]:
+        """What runs at a forward and backward of an optimizer step, that guesses at the norm or is wary."""
         if is_last:
-            return self.ops
-        return self.begin_ops if is_first and self.begin_ops else self.accumulate_ops
+            return self.wary_ops if wary else self.ops
+        begin = self.wary_begin_ops if wary else self.begin_ops
+        return begin if is_first and begin else self.accumulate_ops
 
-    @property
-    def rounds(self) -> list[tuple[Op, ...]]:
+    def rounds(self, wary: bool = False) -> list[tuple[Op, ...]]:
         """What runs in an optimizer step, in turn."""
         times = self.placement.accumulation
-        return [self.round_ops(index == 0, index == times - 1) for index in range(times)]
+        return [self.round_ops(index == 0, index == times - 1, wary) for index in range(times)]
 
     def predicted_seconds(self, wary: bool) -> float:
-        """Of an optimizer step, by `wary_ops` or not."""
+        """Of an optimizer step that is wary or not."""
         return self.wary_step_seconds if wary and self.wary_ops else self.step_seconds
 
     @property
     def bytes_written(self) -> float:
         """To disk, by one optimizer step."""
-        return sum(op.amount for ops in self.rounds for op in ops if op.kind == "WRITE")
+        return sum(op.amount for ops in self.rounds() for op in ops if op.kind == "WRITE")

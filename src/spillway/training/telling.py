@@ -122,9 +122,7 @@ class Telling:
     def _predict_anew(self, wary: bool) -> None:
         """With the rates that the last step had, and say what differs."""
         planned, seen, plan = self._planner.hardware, self._seen(), self._training.plan
-        self._refined_step, _ = step_seconds(plan, seen)
-        if plan.wary_ops and wary:
-            self._refined_step = simulate(plan.wary_ops, plan.pools, seen).seconds
+        self._refined_step, _ = step_seconds(plan, seen, wary and bool(plan.wary_ops))
         before = self._predicted()
         difference = abs(self._refined_step - before)
         if difference <= max(_WORTH_TELLING * before, _TELLING_SECONDS):
