@@ -50,6 +50,11 @@ class Batches:
         [rows, 1, length, length] that is True where a token may look."""
         return self._collate(self._epoch(position.epoch)[position.index])
 
+    def sources(self, position: DataPosition) -> list[str]:
+        """Where the samples of the batch come from (file:line), each once, in order."""
+        rows = self._epoch(position.epoch)[position.index]
+        return list(dict.fromkeys(self._samples[sample].where for row in rows for sample in row))
+
     def after(self, position: DataPosition) -> DataPosition:
         """The position that follows."""
         if position.index + 1 < self.per_epoch(position.epoch):

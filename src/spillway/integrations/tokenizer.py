@@ -1,5 +1,6 @@
 """The tokenizer of a model directory."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ def load_tokenizer(directory: Path) -> Any:
     if not tokenizer.is_fast:
         raise UsageError(f"{directory} has only a slow tokenizer: convert it to tokenizer.json (fast) first")
     return tokenizer
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Changes with anything that makes other tokens of a text or a conversation."""
+    whole = tokenizer.backend_tokenizer.to_str() + str(tokenizer.chat_template)
+    return hashlib.sha256(whole.encode()).hexdigest()
 
 
 def pad_id(tokenizer: Any) -> int:

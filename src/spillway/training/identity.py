@@ -1,6 +1,7 @@
 """Whether a saved point is of this very run."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ def is_resumed(
     stores: tuple[Path, ...],
     saved_in: Path,
     reporter: Reporter,
+    changed_data: Callable[[], str],
 ) -> bool:
-    """Whether `saved_in` holds a saved point of this run. Raises UsageError where it is of another, or was asked for
-    and is not there; DiskError where it was there and its drive is not."""
+    """Whether `saved_in` holds a saved point of this run. `changed_data`: says what differs in the data. Raises
+    UsageError where it is of another, or was asked for and is not there; DiskError where it was there and its drive is
+    not."""
     found = load_manifest(saved_in)
     if found is None:
         _refuse_lost_store(directory, stores[0], reporter)
@@ -56,10 +59,11 @@ def is_resumed(
         if name in _MAY_GROW:
             reporter.say(f"note: {name} was {saved.get(name)} and is {value}: the schedule changes from here")
             continue
+        difference = (name == "data" and changed_data()) or f"{_short(saved.get(name))}, now {_short(value)}"
         raise UsageError(
-            f"{directory} holds step {found.step} of a run with another {name} ({_short(saved.get(name))}, now "
-            f"{_short(value)}): give the same one; or start another run, from this one's model "
-            f"({directory / 'model'} when it is finished, `spillway export` before)"
+            f"{directory} holds step {found.step} of a run with {_another(name)} ({difference}): give the same; or "
+            f"start another run, from this one's model ({directory / 'model'} when it is finished, `spillway export` "
+            f"before)"
         )
     if Path(found.geometry.paths[0]).resolve() != stores[0].resolve():
         reporter.say(f"the saved point moves from {found.geometry.paths[0]} to {stores[0]}")
@@ -87,3 +91,7 @@ def _refuse_lost_store(directory: Path, store: Path, reporter: Reporter) -> None
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 16 else text[:12] + "..."
+
+
+def _another(name: str) -> str:
+    return "other data" if name == "data" else f"another {name}"

@@ -26,6 +26,7 @@ from spillway.training.signals import Stop, stop_on_signals
 from spillway.training.telling import Telling
 
 _MOST_SKIPPED = 5  # batches in a row that are not finite
+_NAMED = 4  # records of a batch that a message names
 
 
 def train(options: TrainOptions, reporter: Reporter, origins: dict[str, str] | None = None) -> RunSummary:
@@ -120,7 +121,7 @@ class _Run:
             value, trained = self._forward_and_update(batch, position, learning_rate)
         except SkippedStep as error:
             progress.skip(training.batches.after(position))
-            self._reporter.say(f"warning: batch {position.index} of epoch {position.epoch} is passed over: {error}")
+            self._reporter.say(f"warning: {self._batch(position)} is passed over: {error}")
             return
         except NonFinite as error:
             self._pass_over(error, position)
@@ -148,9 +149,8 @@ class _Run:
         value, trained = float(loss.detach()), int((batch["labels"] != -100).sum())
         if not math.isfinite(value):
             raise NonFinite(
-                f"the loss of step {progress.step + 1} (epoch {position.epoch}, batch {position.index}) is {value}; it "
-                f"changed nothing: lower --learning-rate, look at the data, or pass over such batches with "
-                f"--non-finite skip"
+                f"the loss of step {progress.step + 1} is {value}; it changed nothing: lower --learning-rate, look at "
+                f"the data, or pass over such batches with --non-finite skip"
             )
         last = {"epoch": position.epoch, "loss": value, "learning_rate": learning_rate, "trained_tokens": trained}
         before, after = points.run, training.batches.after(position)
@@ -176,18 +176,24 @@ class _Run:
         session.settle()
         progress.skipped_in_a_row += 1
         skips = self._options.non_finite == "skip" and session.rest.is_intact
+        batch = self._batch(position)
         if skips and progress.skipped_in_a_row < _MOST_SKIPPED:
             progress.skip(self._training.batches.after(position))
-            self._reporter.say(
-                f"warning: batch {position.index} of epoch {position.epoch} is passed over, {progress.skipped} so far: "
-                f"{error}"
-            )
+            self._reporter.say(f"warning: {batch} is passed over, {progress.skipped} so far: {error}")
             return
         if session.rest.is_intact:
             self._save_point()
         if skips:
-            raise NonFinite(f"{progress.skipped_in_a_row} batches in a row are not finite: {error}") from error
-        raise error
+            raise NonFinite(
+                f"{progress.skipped_in_a_row} batches in a row are not finite; the last is {batch}: {error}"
+            ) from error
+        raise NonFinite(f"{batch}: {error}") from error
+
+    def _batch(self, position: DataPosition) -> str:
+        """Which batch it is, and of which samples, for a person."""
+        sources = self._training.batches.sources(position)
+        more = f" and {len(sources) - _NAMED} more" if len(sources) > _NAMED else ""
+        return f"batch {position.index} of epoch {position.epoch} ({', '.join(sources[:_NAMED])}{more})"
 
     # Between steps #
 

@@ -21,7 +21,7 @@ from spillway.checkpoint.sources import persistent_buffers
 from spillway.data import Batches, Encoded, data_files, encode_files
 from spillway.evaluate import Evaluation
 from spillway.integrations.huggingface import CAUSAL_LM, find_directory, max_positions
-from spillway.integrations.tokenizer import load_tokenizer, pad_id
+from spillway.integrations.tokenizer import fingerprint, load_tokenizer, pad_id
 from spillway.optim.config import settings_of
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.report.progress import Reporter
@@ -33,6 +33,7 @@ from spillway.spec.plan import KeepPoints, Plan
 from spillway.spec.sizes import format_size
 from spillway.store.disk import free_bytes
 from spillway.training.identity import identity_of, is_resumed
+from spillway.training.samples import remember_samples, what_differs
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,10 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     held_out = _read_held_out(options, tokenizer, length, reporter)
     identity = identity_of(options, data)
     saved_in = where_saved(options, directory)
-    resumed = is_resumed(identity, options, directory, stores, saved_in, reporter)
+    own_tokenizer = fingerprint(tokenizer)
+    resumed = is_resumed(
+        identity, options, directory, stores, saved_in, reporter, lambda: what_differs(directory, data, own_tokenizer)
+    )
     torch.manual_seed(options.seed)
     say(f"building {source} and planning")
     model = load(source, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle)
@@ -102,6 +106,7 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
         optimizer, parts, plan, resumed,
     )  # fmt: skip
     _exercise_save(training)
+    remember_samples(directory, data, own_tokenizer)
     return training
 
 

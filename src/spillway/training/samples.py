@@ -1,0 +1,33 @@
+"""What a run was trained on, remembered in its directory so that a changed file can be told from the one before."""
+
+import json
+from pathlib import Path
+
+from spillway.data import Encoded
+from spillway.durable import write_whole
+
+SAMPLES = "samples.json"
+
+
+def remember_samples(directory: Path, data: Encoded, tokenizer: str) -> None:
+    """A checksum of each sample, and of the tokenizer."""
+    found = {"tokenizer": tokenizer, "samples": data.checksums()}
+    write_whole(directory / SAMPLES, json.dumps(found, separators=(",", ":")))
+
+
+def what_differs(directory: Path, data: Encoded, tokenizer: str) -> str:
+    """The difference between the samples now and those that were remembered; nothing where none were."""
+    try:
+        found = json.loads((directory / SAMPLES).read_text())
+        before, known_tokenizer = list(found["samples"]), found["tokenizer"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    now = data.checksums()
+    if known_tokenizer != tokenizer:
+        return "the tokenizer is another one"
+    pairs = enumerate(zip(before, now, strict=False))
+    first = next((index for index, (old, new) in pairs if old != new), min(len(before), len(now)))
+    counts = f"{len(now)} samples, before {len(before)}" if len(now) != len(before) else f"{len(now)} samples"
+    if first < len(now):
+        return f"sample {first + 1}, of {data.samples[first].where}, is the first that differs ({counts})"
+    return f"samples are missing at the end ({counts})"
