@@ -47,10 +47,12 @@ def batches(case: Case) -> list[list[dict[str, torch.Tensor]]]:
     ]
 
 
-def train(case: Case, model: torch.nn.Module, store: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    case: Case, model: torch.nn.Module, store: Path, clip: float | None = CLIP
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     model, optimizer = spillway.prepare(
         model,
-        spillway.AdamW(lr=LR, eps=reference.EPS, max_grad_norm=CLIP),
+        spillway.AdamW(lr=LR, eps=reference.EPS, max_grad_norm=clip),
         store=store,
         device=case.device,
         update=case.update,
