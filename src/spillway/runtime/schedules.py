@@ -32,6 +32,10 @@ from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
 
 
+# Schedules that are kept, of about a megabyte each: batches may be of any number of lengths.
+_REMEMBERED = 128
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The plan for batches of one shape."""
@@ -96,17 +100,20 @@ class Schedules:
         self._refuse_other_device((args, kwargs))
         seen = tuple(look.read(args, kwargs) for look in self.looks)
         signature = (_signature((args, kwargs)), seen, self._model.training)
-        known = self._known.get(signature)
-        if known is None:
-            self._calls_beside = False
-            tensors = _tensors((args, kwargs))
-            calls, shapes = self._profile(args, kwargs, seen) if tensors else ([], ())
-            works = self._works(calls, shapes)
-            tokens = max((leaf.numel() for leaf in tensors if not leaf.is_floating_point()), default=0)
-            profile = model_profile(self._units, calls, shapes, works, tokens)
-            known = Schedule(self._planner(profile, self._is_open()), profile, shapes, self._calls_beside)
-            self._known[signature] = known
-        return known
+        schedule = self._known.pop(signature, None) or self._make(args, kwargs, seen)
+        self._known[signature] = schedule
+        if len(self._known) > _REMEMBERED:
+            del self._known[next(iter(self._known))]  # the one that was asked for longest ago
+        return schedule
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Hashable, ...]) -> Schedule:
+        self._calls_beside = False
+        tensors = _tensors((args, kwargs))
+        calls, shapes = self._profile(args, kwargs, seen) if tensors else ([], ())
+        works = self._works(calls, shapes)
+        tokens = max((leaf.numel() for leaf in tensors if not leaf.is_floating_point()), default=0)
+        profile = model_profile(self._units, calls, shapes, works, tokens)
+        return Schedule(self._planner(profile, self._is_open()), profile, shapes, self._calls_beside)
 
     @property
     def is_profiling(self) -> bool:
