@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import CallProfile, ModelProfile, OperatorClass, UnitProfile
 from spillway.spec.plan import ACTIVATIONS
+from spillway.spec.sizes import PAGE
 
-PAGE = 4096
 MACHINE = HardwareSpec("cuda", 1e14, 2e10, 2e10, 6e9, 5e9, 2e9, 2e10)
 CPU = HardwareSpec("cpu", 4e11, 1e10, 1e10, 2e9, 2e9, 2e9, 2e10, cores_shared=True)
 PLENTY = Budget(10**12, 10**12, 10**14, 10**8)

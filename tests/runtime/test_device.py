@@ -1,5 +1,5 @@
 from spillway.runtime.device import CpuDevice
-from spillway.store.layout import PAGE
+from spillway.spec.sizes import PAGE
 
 
 def test_what_rests_on_the_cpu_as_device_lies_in_whole_pages_so_that_it_is_written_from_there() -> None:

@@ -14,7 +14,7 @@ from spillway.api import close
 from spillway.model.units import Unit
 from spillway.runtime.graph import Graph
 from spillway.runtime.window import Gradients
-from spillway.store.arena import PAGE
+from spillway.spec.sizes import PAGE
 from spillway.store.layout import lay_out
 
 UNIT = Unit("linear", (), (), lay_out([("weight", (8, 8), torch.float32, True)]))

@@ -13,7 +13,7 @@ from spillway.model.operators import class_of
 from spillway.model.profile import CallShape
 from spillway.runtime.calls import flatten_call, run_backward, run_forward
 from spillway.runtime.tape import Tape
-from spillway.store.arena import PAGE
+from spillway.spec.sizes import PAGE
 
 WEIGHT = torch.linspace(-1, 1, 64 * 64).view(64, 64).requires_grad_()
 INPUT = torch.sin(torch.arange(8 * 32 * 64.0)).view(8, 32, 64)

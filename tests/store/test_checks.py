@@ -4,10 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spillway.spec.sizes import PAGE
 from spillway.store.checks import PIECE_ELEMENTS, ExtentChecks
 from spillway.store.layout import lay_out
 
-PAGE = 4096
 PARAMS = [("a", (PIECE_ELEMENTS + 5000,), torch.bfloat16, True), ("f", (700_001,), torch.float32, False)]
 
 

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from spillway import native
 from spillway.native import DiskEngine, Transfer, TransferError
 from spillway.spec.errors import DiskError
+from spillway.spec.sizes import PAGE
 from spillway.store import disk as disk_module
 from spillway.store.arena import Arena
 from spillway.store.disk import Extent, Geometry, StripedDisk, even_geometry
-
-PAGE = 4096
 
 
 def engines() -> list[DiskEngine]:

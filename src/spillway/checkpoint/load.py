@@ -8,9 +8,9 @@ import torch
 from spillway.checkpoint.sources import WeightSource
 from spillway.model.units import Unit
 from spillway.optim.update import split_master
-from spillway.spec.sizes import align
+from spillway.spec.sizes import PAGE, align
 from spillway.store.checks import PIECE_ELEMENTS
-from spillway.store.layout import PAGE, TensorPlace, UnitLayout
+from spillway.store.layout import TensorPlace, UnitLayout
 from spillway.store.placed import PlacedStore
 
 _WINDOW_BYTES = 64 << 20

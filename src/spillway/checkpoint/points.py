@@ -11,11 +11,10 @@ import torch
 from spillway.checkpoint.saved import SavedPoint, compare, expected_checks
 from spillway.model.units import Unit
 from spillway.spec.errors import DamageError, DiskError, UsageError
-from spillway.spec.sizes import align
+from spillway.spec.sizes import PAGE, align
 from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Geometry, check_lengths
 from spillway.store.homes import UnitHome
-from spillway.store.layout import PAGE
 from spillway.store.manifest import (
     Manifest,
     UnitRecord,

@@ -8,11 +8,11 @@ import torch
 from spillway.model.units import Unit
 from spillway.native import DiskEngine
 from spillway.spec.errors import DamageError, DiskError
-from spillway.spec.sizes import align
+from spillway.spec.sizes import PAGE, align
 from spillway.store.arena import Arena
 from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Extent, StripedDisk, check_lengths
-from spillway.store.layout import PAGE, UnitLayout
+from spillway.store.layout import UnitLayout
 from spillway.store.manifest import Manifest, UnitRecord
 
 _WINDOW_BYTES = 32 << 20

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from spillway.spec.model import PAGE, OperatorClass
-from spillway.spec.sizes import align
+from spillway.spec.model import OperatorClass
+from spillway.spec.sizes import PAGE, align
 
 # Place of the left factor among the arguments; its last dimension is summed over.
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_grouped_mm": 0}

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from spillway.model.operators import OperatorTally, flop_counter
 from spillway.model.units import Unit
 from spillway.spec.model import CallProfile, ModelProfile, OperatorClass, UnitProfile
+from spillway.spec.sizes import PAGE, align
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +264,7 @@ def model_profile(
         CallProfile(
             shape.unit,
             call.flops,
-            sum(_paged(tensor_bytes(call.inputs[index])) for index in shape.acts),
+            sum(align(tensor_bytes(call.inputs[index]), PAGE) for index in shape.acts),
             call.saved_bytes,
             shape.kind,
             shape.chunks,
@@ -297,7 +298,3 @@ def unit_profile(unit: Unit) -> UnitProfile:
         layout.grad_bytes,
         layout.state_bytes,
     )
-
-
-def _paged(num_bytes: int) -> int:
-    return -(-num_bytes // 4096) * 4096

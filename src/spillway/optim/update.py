@@ -8,8 +8,7 @@ import torch
 
 from spillway import native
 from spillway.optim import narrow
-from spillway.spec.model import PAGE
-from spillway.spec.sizes import align
+from spillway.spec.sizes import PAGE, align
 from spillway.spec.state import BLOCK, StateFormat
 
 _TYPES = {

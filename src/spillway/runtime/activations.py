@@ -11,8 +11,8 @@ from spillway.runtime.outgoing import Outgoing, changed_since
 from spillway.runtime.schedules import Schedule
 from spillway.runtime.tape import Tape
 from spillway.spec.plan import Kept
-from spillway.spec.sizes import align
-from spillway.store.arena import PAGE, SlabPools
+from spillway.spec.sizes import PAGE, align
+from spillway.store.arena import SlabPools
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 
 from spillway.spec.errors import UsageError
-from spillway.spec.sizes import format_size
-from spillway.store.layout import PAGE
+from spillway.spec.sizes import PAGE, format_size
 
 
 class Device(Protocol):

@@ -8,8 +8,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from spillway.runtime.window import Gradients
 from spillway.spec.errors import UsageError
-from spillway.spec.sizes import align
-from spillway.store.arena import PAGE
+from spillway.spec.sizes import PAGE, align
 
 _SLOT = -1
 

@@ -12,6 +12,7 @@ from spillway.runtime.device import Device
 from spillway.runtime.outgoing import Outgoing
 from spillway.spec.errors import NonFinite, invariant
 from spillway.spec.plan import Op
+from spillway.spec.sizes import PAGE, align
 from spillway.store.arena import SlabPools
 from spillway.store.disk import Extent
 from spillway.store.homes import Homes, SlabRange, UnitHome
@@ -136,7 +137,7 @@ class LaneWorker:
         for tensor in outgoing.tensors:
             size = tensor.numel() * tensor.element_size()
             self._device.copy("download", buffer[at : at + size].view(tensor.dtype).view(tensor.shape), tensor)
-            at += -(-size // 4096) * 4096
+            at += align(size, PAGE)
         outgoing.refuse_changed()
 
     def _write_act(self, op: Op, home: UnitHome) -> None:

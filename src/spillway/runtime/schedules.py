@@ -31,7 +31,6 @@ from spillway.spec.errors import UsageError
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
 
-
 # Schedules that are kept, of about a megabyte each: batches may be of any number of lengths.
 _REMEMBERED = 128
 

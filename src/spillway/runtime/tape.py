@@ -13,8 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.operators import class_of
 from spillway.spec.errors import UsageError, invariant
-from spillway.spec.sizes import align
-from spillway.store.arena import PAGE
+from spillway.spec.sizes import PAGE, align
 
 
 @dataclass(slots=True)

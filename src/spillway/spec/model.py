@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-PAGE = 4096
+from spillway.spec.sizes import PAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 import math
 import re
 
+PAGE = 4096  # bytes: what O_DIRECT moves, and what buffers and parts of extents are multiples of
+
 _UNITS = {
     "": 1,
     "b": 1,

@@ -7,9 +7,7 @@ import torch
 
 from spillway.spec.errors import HostMemoryError, invariant
 from spillway.spec.plan import Op, Pool
-from spillway.spec.sizes import align, format_size
-
-PAGE = 4096
+from spillway.spec.sizes import PAGE, align, format_size
 
 
 class Arena:

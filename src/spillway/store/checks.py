@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from spillway import native
-from spillway.spec.sizes import align
-from spillway.store.layout import PAGE, Component, UnitLayout
+from spillway.spec.sizes import PAGE, align
+from spillway.store.layout import Component, UnitLayout
 
 # Elements per piece of a trained array. Updates work on whole multiples of it.
 PIECE_ELEMENTS = 1 << 18

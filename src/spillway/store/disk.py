@@ -13,10 +13,9 @@ import torch
 from spillway.durable import sync_directory
 from spillway.native import DiskEngine, Transfer, TransferError
 from spillway.spec.errors import DamageError, DiskError, UsageError, invariant
-from spillway.spec.sizes import format_size
+from spillway.spec.sizes import PAGE, format_size
 
 STRIPE = 1 << 20
-PAGE = 4096
 _LOCK = "spillway.lock"
 _OWNER = "spillway.owner"  # names the first path of the store that a path belongs to
 

@@ -9,10 +9,10 @@ from spillway.native import DiskEngine
 from spillway.optim.update import StateRange
 from spillway.spec.errors import DiskError, invariant
 from spillway.spec.plan import UnitPlacement
-from spillway.spec.sizes import align
+from spillway.spec.sizes import PAGE, align
 from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Extent, StripedDisk
-from spillway.store.layout import PAGE, Component, UnitLayout
+from spillway.store.layout import Component, UnitLayout
 
 _MOMENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 

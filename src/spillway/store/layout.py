@@ -4,10 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from spillway.spec.sizes import align
+from spillway.spec.sizes import PAGE, align
 from spillway.spec.state import BLOCK, EXACT, MOMENTS, StateFormat
 
-PAGE = 4096
 # Parameters start at multiples of 64 elements, so that views are aligned for every kernel.
 _ELEMENTS = 64
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)

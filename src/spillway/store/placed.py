@@ -12,12 +12,12 @@ from spillway.spec.errors import DiskError, invariant
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan, Pool
-from spillway.spec.sizes import align
+from spillway.spec.sizes import PAGE, align
 from spillway.store.arena import Arena, SlabPools
 from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Extent, Geometry, StripedDisk
 from spillway.store.homes import Homes, UnitHome
-from spillway.store.layout import PAGE, UnitLayout
+from spillway.store.layout import UnitLayout
 from spillway.store.manifest import Manifest
 from spillway.store.space import Space
 

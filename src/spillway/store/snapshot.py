@@ -6,9 +6,9 @@ import torch
 
 from spillway.native import DiskEngine
 from spillway.spec.errors import invariant
+from spillway.spec.sizes import PAGE
 from spillway.store.disk import Extent, StripedDisk
 from spillway.store.homes import UnitHome
-from spillway.store.layout import PAGE
 
 # Few requests in flight: the lanes' own go first.
 _DEPTH = 8
