@@ -20,7 +20,7 @@ from spillway.optim.optimizer import StreamingOptimizer
 from spillway.origins import Origins, comes_from
 from spillway.plan.request import PlanRequest, space_of
 from spillway.planner import Planner, make_budget
-from spillway.runtime.device import Device, open_device
+from spillway.runtime.device import CpuDevice, Device, open_device
 from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
 from spillway.spec.hardware import Budget
@@ -176,10 +176,10 @@ def give_back(model: nn.Module) -> None:
 
 
 def model_profiler(
-    model: nn.Module, form: StateFormat, batch: Mapping[str, Any], micro_batch: int | None
+    model: nn.Module, form: StateFormat, batch: Mapping[str, Any], micro_batch: int | None, kind: str = "cpu"
 ) -> ModelProfile:
     """What the planner needs to know of a model on the meta device, from one forward on fake tensors in the place of
-    this batch (keyword arguments). The model serves for nothing else afterwards."""
+    this batch (keyword arguments), for a device of this kind. The model serves for nothing else afterwards."""
     units = find_units(model, form)
     nothing = Budget(0, 0, 0, 0)
     placed = PlacedStore(
@@ -191,7 +191,7 @@ def model_profiler(
         found.append(profile)
         return Plan(Placement((), (), "serial", False, 1, 1, 1, 1), (), ())
 
-    session = Session(model, units, open_device("cpu"), note, placed, 1, micro_batch, 1)
+    session = Session(model, units, CpuDevice(kind), note, placed, 1, micro_batch, 1)
     _adapt(model, session)
     session.profile((), dict(batch))
     session.engine.close()

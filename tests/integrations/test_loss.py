@@ -115,10 +115,15 @@ def test_deferred_logits_know_scales_and_soft_caps_alone() -> None:
             wrong()
 
 
-def test_a_vocabulary_of_256k_at_8k_tokens_takes_less_than_a_gigabyte() -> None:
+@pytest.mark.parametrize("kind", ("cpu", "cuda"))
+@pytest.mark.parametrize("hidden", (256, 3584))
+def test_a_vocabulary_of_256k_at_8k_tokens_takes_less_than_a_gigabyte(
+    hidden: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
     config = LlamaConfig(
         vocab_size=256_000,
-        hidden_size=256,
+        hidden_size=hidden,
         intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -127,7 +132,7 @@ def test_a_vocabulary_of_256k_at_8k_tokens_takes_less_than_a_gigabyte() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(config).bfloat16()
     ids = torch.zeros(1, 8192, dtype=torch.int64)
-    profile = model_profiler(model, EXACT, {"input_ids": ids, "labels": ids}, None)
+    profile = model_profiler(model, EXACT, {"input_ids": ids, "labels": ids}, None, kind)
     head = next(call for call in profile.calls if call.kind == "LOSS")
     assert 0 < head.work_bytes < 10**9
 

@@ -429,9 +429,9 @@ def test_a_step_for_which_there_is_no_room_leaves_weights_in_memory_alone(
     close(model)
 
 
-@pytest.mark.parametrize(("taken", "given_back"), [(0, 0), (1 << 60, 2)])  # the loss, forward and backward
-def test_the_heap_is_given_back_before_logits_where_the_peak_would_be_passed(
-    taken: int, given_back: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("taken", "given_back"), [(0, False), (1 << 60, True)])
+def test_the_heap_is_given_back_before_large_tensors_where_the_peak_would_be_passed(
+    taken: int, given_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trims: list[int] = []
     monkeypatch.setattr("spillway.runtime.engine.process_bytes", lambda: taken)
@@ -443,4 +443,4 @@ def test_the_heap_is_given_back_before_logits_where_the_peak_would_be_passed(
     model(**models.batch("llama", 0)).loss.backward()
     optimizer.step()
     close(model)
-    assert len(trims) == given_back
+    assert bool(trims) == given_back

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 
+from spillway.integrations.head import apply_head
 from spillway.model.profile import UnitCall
 from spillway.runtime.session import Session
 from spillway.runtime.unit import original_forward
@@ -90,7 +91,7 @@ class ChunkedLoss:
         self._whole_loss: Callable[..., torch.Tensor] = model.loss_function
         self._shifts = _SHIFTS[self._whole_loss.__name__]
         self._unit, self._path = place
-        self._apply_head = original_forward(head)
+        self._own_forward = original_forward(head)
         self._wrapped_head = head.forward
         self._deferred = False
         self._called = False
@@ -185,7 +186,7 @@ class ChunkedLoss:
             )
 
         def of_hidden(rows: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-            return sum_of_losses(deferred.applied(self._apply_head(rows)), of)
+            return sum_of_losses(deferred.applied(apply_head(self._head, self._own_forward, rows)), of)
 
         if isinstance(logits, DeferredLogits):
             deferred, hidden = logits, logits.hidden.reshape(-1, logits.hidden.shape[-1])

@@ -131,7 +131,7 @@ class Question:
                 model = build(self.options.model, as_dtype(self.options.dtype), layers, length)
                 ids = torch.zeros(rows, length, dtype=torch.int64)
                 batch = {"input_ids": ids, "labels": ids}
-            self._profiles[key] = model_profiler(model, form, batch, micro)
+            self._profiles[key] = model_profiler(model, form, batch, micro, self.machine.hardware.device)
         return self._profiles[key]
 
     def plan(self, machine: Machine, profile: ModelProfile) -> Plan:

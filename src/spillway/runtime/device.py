@@ -59,8 +59,11 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 class CpuDevice:
     """The CPU as the device: lanes are threads, slots are ordinary memory within the device budget."""
 
-    kind = "cpu"
     torch_device = torch.device("cpu")
+
+    def __init__(self, kind: str = "cpu") -> None:
+        """`kind`: where steps are only looked at, that of the device which will compute them."""
+        self.kind = kind
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A uint8 buffer of whole pages: what rests there is written to the drives from where it is."""

@@ -46,6 +46,7 @@ class Engine:
         self._threads = threads
         self._worker: LaneWorker | None = None
         self._executor: Executor | None = None
+        self._working = 0  # bytes that the call computed last takes while it is
         self._closed = False
 
     @property
@@ -164,13 +165,14 @@ class Engine:
         self.executor.end_compute(op, begun)
 
     def _make_room(self, op: Op) -> None:
-        """Before logits, forward or backward. What blocks have freed lies in the heap; logits are so large that they
-        are mapped beside it. Given back where the plan's peak would be passed, for it is not free: it comes back page
-        by page."""
+        """Before logits, and in backward before a call that takes more than the one before it (the gradient of an
+        embedding). What blocks have freed lies in the heap; tensors so large are mapped beside it. Given back where the
+        plan's peak would be passed, for it is not free: it comes back page by page."""
         schedule = self.in_force
-        if op.kind == "FORWARD" or schedule.profile.calls[op.call].kind != "LOSS":
-            return
-        if process_bytes() + schedule.profile.calls[op.call].work_bytes > schedule.plan.peaks.host:
+        differentiates = op.kind in ("LOSS", "BACKWARD") and op.call >= 0
+        work = schedule.profile.calls[op.call].work_bytes if differentiates else 0
+        grows, self._working = work > self._working, work
+        if grows and process_bytes() + work > schedule.plan.peaks.host:
             self.device.trim()
 
     def _open_gradients(self, op: Op) -> Gradients:
@@ -185,7 +187,10 @@ class Engine:
         if stays:
             home.has_grad = True
         self.step.fresh.add(op.unit)
-        return Gradients(self.units[op.unit], grads, is_fresh)
+        gradients = Gradients(self.units[op.unit], grads, is_fresh)
+        if self.in_force.profile.calls[op.call].kind == "LOSS":
+            gradients.start_at_zero()
+        return gradients
 
     def forget_gradients(self) -> None:
         """The optimizer step they belong to is over, or was given up."""

@@ -27,6 +27,7 @@ from spillway.model.units import Unit
 from spillway.model.work import work_bytes
 from spillway.runtime.buffers import all_buffers_kept
 from spillway.runtime.calls import rng_kept
+from spillway.runtime.device import Device
 from spillway.spec.errors import UsageError
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
@@ -68,7 +69,7 @@ class Schedules:
         self,
         model: nn.Module,
         units: tuple[Unit, ...],
-        device: torch.device,
+        device: Device,
         placeholders: dict[str, nn.Parameter],
         planner: Planner,
         micro_batch: int | None,
@@ -82,7 +83,8 @@ class Schedules:
         self.looks: list[Look] = []
         self._model = model
         self._units = units
-        self._device = device
+        self._device = device.torch_device
+        self._device_kind = device.kind
         self._placeholders = placeholders
         self._planner = planner
         self._micro_batch = micro_batch
@@ -238,7 +240,7 @@ class Schedules:
                     tensor.requires_grad
                 )
             args, kwargs = tree_unflatten(leaves, spec)
-            return work_bytes(again.function, args, kwargs, list(params.values()))
+            return work_bytes(again.function, args, kwargs, list(params.values()), self._device_kind)
 
     def _profile_real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
         """A forward on real data, one unit at a time, for models whose forward looks at values."""

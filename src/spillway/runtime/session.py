@@ -76,7 +76,7 @@ class Session:
         self.schedules = Schedules(
             model,
             units,
-            device.torch_device,
+            device,
             self.placeholders,
             planner,
             micro_batch,

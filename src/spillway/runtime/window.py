@@ -31,6 +31,12 @@ class Gradients:
         self._missing = set(self._views) if is_fresh else set()
         self._gaps = unit.layout.grad_gaps if is_fresh else []
 
+    def start_at_zero(self) -> None:
+        """Every gradient is added, the first one as well: for calls that do so piece by piece."""
+        for name in self._missing:
+            self._views[name].zero_()
+        self._missing.clear()
+
     def collect(self, name: str, leaf: torch.Tensor) -> None:
         """Take the gradients that autograd finds for this leaf, the parameter of that name."""
         leaf.grad = None if name in self._missing else self._views.get(name)
@@ -39,8 +45,7 @@ class Gradients:
 
     def finish(self) -> None:
         """What got no gradient has one of zero, and so has what lies between parameters."""
-        for name in self._missing:
-            self._views[name].zero_()
+        self.start_at_zero()
         for start, stop in self._gaps:
             self._slot[start:stop].zero_()
 
