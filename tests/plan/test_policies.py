@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from plan import profiles
 from spillway.hardware.catalogue import find_machine
 from spillway.plan.bounds import phases
-from spillway.plan.fill import Filler
+from spillway.plan.candidates import Candidates
 from spillway.plan.lower import lower_step
 from spillway.plan.policies import POLICIES
 from spillway.plan.request import PlanRequest, space_of
 from spillway.plan.search import make_plan
 from spillway.plan.simulate import step_seconds
+from spillway.plan.start import Start
 from spillway.plan.swap import outputs, step_curve
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
@@ -150,8 +151,8 @@ def test_ours_finds_what_trying_everything_finds(clip: bool, flops: float, host:
     machine, budget = profiles.MACHINE, Budget(40 << 20, host << 20, 10**12, 10**6)
     request = PlanRequest(clip=clip)
     ours = make_plan(model, machine, budget, request)
-    filler = Filler(model, machine, budget, request, space_of(request))
-    start = filler.deepest("overlap").placement
+    candidates = Candidates(model, machine, budget, request, space_of(request))
+    start = Start(candidates).deepest("overlap").placement
     rests = [("disk", "disk"), ("host", "disk"), ("host", "host"), ("disk", "host"), ("device", "host"),
              ("device", "disk"), ("device", "device")]  # fmt: skip
     keeps = [Kept("device"), Kept("host"), Kept("disk"), Kept("device", everything=True)]
@@ -161,8 +162,8 @@ def test_ours_finds_what_trying_everything_finds(clip: bool, flops: float, host:
     ):
         units = tuple(UnitPlacement(w, s, "device" if s == "device" else "host") for w, s in where)
         acts = tuple(kept if call.kind == "FORWARD" else Kept(kept.tier) for call in model.calls)
-        found = filler.candidate(dataclasses.replace(start, units=units, acts=acts, update=update))
-        if filler.fits(found):
+        found = candidates.of(dataclasses.replace(start, units=units, acts=acts, update=update))
+        if candidates.fits(found):
             best = min(best, step_seconds(lower_step(model, found.placement), machine)[0])
     assert ours.step_seconds <= CLOSE * best
 

@@ -38,7 +38,7 @@ GPUS = {
             _CONSUMER_SHARE,
         ),
         Gpu("rtx5090", 32 << 30, 209.5 * _T, 5, 1999, "NVIDIA RTX Blackwell whitepaper", 1792 * _GB, _CONSUMER_SHARE),
-        Gpu("rtxpro6000", 96 << 30, 503.8 * _T, 5, 0, "NVIDIA RTX PRO Blackwell whitepaper", 1792 * _GB),
+        Gpu("rtxpro6000", 96 << 30, 503.8 * _T, 5, 8565, "NVIDIA RTX PRO Blackwell whitepaper", 1792 * _GB),
         Gpu("l40s", 48 << 30, 362 * _T, 4, 0, "NVIDIA L40S datasheet", 864 * _GB),
         Gpu("v100", 32 << 30, 125 * _T, 3, 0, "NVIDIA V100 datasheet", 900 * _GB),
         Gpu("a100-40", 40 << 30, 312 * _T, 4, 0, "NVIDIA A100 datasheet", 1555 * _GB),
@@ -48,12 +48,13 @@ GPUS = {
         Gpu("b200", 180 * _GB, 2250 * _T, 5, 0, "NVIDIA HGX B200 datasheet", 8000 * _GB),
     )
 }
-# Makers' sequential figures: a consumer drive writes slower once its cache is full, so probe a real one.
+# Makers' sequential figures: a consumer drive writes slower once its cache is full, so probe a real one. Prices at
+# launch, or of the papers; 0 where neither is known.
 DRIVES = {
     drive.name: drive
     for drive in (
         Drive("980pro", 2 * _TB, 7.0e9, 5.1e9, 1200 * _TB, 0, "Samsung 980 PRO 2 TB datasheet"),
-        Drive("990pro", 2 * _TB, 7.45e9, 6.9e9, 1200 * _TB, 0, "Samsung 990 PRO 2 TB datasheet"),
+        Drive("990pro", 2 * _TB, 7.45e9, 6.9e9, 1200 * _TB, 289, "Samsung 990 PRO 2 TB datasheet"),
         Drive("sn850x", 2 * _TB, 7.3e9, 6.6e9, 1200 * _TB, 0, "WD_BLACK SN850X 2 TB datasheet"),
         Drive("t705", 2 * _TB, 14.5e9, 12.7e9, 1200 * _TB, 0, "Crucial T705 2 TB datasheet"),
         Drive("p5510", 3840 * _GB, 6.5e9, 3.4e9, 7000 * _TB, 308, "Solidigm D7-P5510 3.84 TB brief; price as in Fuyou"),

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -80,12 +81,12 @@ def _measure(
     found = HardwareSpec(
         device.type,
         block_flops(device, dtype, rows, hidden),
-        copied / best_seconds(lambda: _copy(there, host)),
-        copied / best_seconds(lambda: _copy(host, there)),
+        copied / usual_seconds(lambda: _copy(there, host)),
+        copied / usual_seconds(lambda: _copy(host, there)),
         read,
         write,
         update,
-        copied / best_seconds(lambda: sum_squares(host.view(torch.float32), os.cpu_count() or 1)),
+        copied / usual_seconds(lambda: sum_squares(host.view(torch.float32), os.cpu_count() or 1)),
         cores_shared=device.type == "cpu",
         disk_together=together,
         device_update_params_per_s=update if device == cpu else _update_rate(device, form, 1 << 24, False),
@@ -110,8 +111,8 @@ def _link_together(host: torch.Tensor, there: torch.Tensor) -> float:
                 target.copy_(source, non_blocking=True)
         _finish(there.device)
 
-    alone = max(best_seconds(lambda way=way: _copy(*way)) for way in ways)  # type: ignore[misc]
-    return min(max(alone / best_seconds(both), 0.5), 1.0)
+    alone = max(usual_seconds(lambda way=way: _copy(*way)) for way in ways)  # type: ignore[misc]
+    return min(max(alone / usual_seconds(both), 0.5), 1.0)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -125,15 +126,16 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def best_seconds(work: Callable[[], object], times: int = 3) -> float:
-    """The shortest of a few runs, after one to warm up."""
+def usual_seconds(work: Callable[[], object], at_least: float = 0.5) -> float:
+    """What a run usually takes (the median of three or more, that together last so long), after one to warm up. The
+    best one would be what a step reaches now and then."""
     work()
-    seconds = []
-    for _ in range(times):
+    seconds: list[float] = []
+    while len(seconds) < 3 or sum(seconds) < at_least:
         start = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return statistics.median(seconds)
 
 
 def block_flops(device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> float:
@@ -166,7 +168,7 @@ def block_flops(device: torch.device, dtype: torch.dtype, rows: int, hidden: int
         _finish(device)
 
     weights = sum(matrix.numel() for matrix in (project, back, up, down))
-    return 4 * (2 * rows * weights + 4 * rows * rows * hidden) / best_seconds(step)
+    return 4 * (2 * rows * weights + 4 * rows * rows * hidden) / usual_seconds(step)
 
 
 def _within(wanted: int, room: int) -> int:
@@ -203,7 +205,7 @@ def _update_rate(device: torch.device, form: StateFormat, elements: int, with_ch
         if with_checksums:
             checks.feed(0, content, threads)
 
-    return elements / best_seconds(update)
+    return elements / usual_seconds(update)
 
 
 def _disk_rates(paths: tuple[Path, ...], room_bytes: int = _DISK_BYTES) -> tuple[float, float, float]:
@@ -221,8 +223,8 @@ def _disk_rates(paths: tuple[Path, ...], room_bytes: int = _DISK_BYTES) -> tuple
         for path in paths:
             files.append(_open_scratch(path / "spillway.probe"))
         transfers = [Transfer(fd, buffer.data_ptr() + index * share, 0, share) for index, (_, fd) in enumerate(files)]
-        write = best_seconds(lambda: engine.run(transfers, is_write=True), 2)
-        read = best_seconds(lambda: engine.run(transfers, is_write=False), 2)
+        write = usual_seconds(lambda: engine.run(transfers, is_write=True))
+        read = usual_seconds(lambda: engine.run(transfers, is_write=False))
         both = _seconds_together(engine, other, transfers, read, write)
     except OSError as error:
         where = ", ".join(str(path) for path in paths)
@@ -258,7 +260,7 @@ def _seconds_together(
         repeat(reading, times_read, False)
         thread.join()
 
-    return best_seconds(both, 2)
+    return usual_seconds(both)
 
 
 def measure_shares(paths: tuple[Path, ...]) -> tuple[int, ...]:

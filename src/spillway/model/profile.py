@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spillway.model.operators import OperatorTally, flop_counter
 from spillway.model.units import Unit
+from spillway.model.work import Work
 from spillway.spec.model import CallProfile, ModelProfile, OperatorClass, UnitProfile
 from spillway.spec.sizes import PAGE, align
 
@@ -250,10 +251,10 @@ def model_profile(
     units: tuple[Unit, ...],
     calls: list[CallRecord],
     shapes: tuple[CallShape, ...],
-    works: tuple[int, ...],
+    works: tuple[Work, ...],
     tokens: int,
 ) -> ModelProfile:
-    """What the planner needs to know. `works`: per call, what one micro-batch takes while it computes; 0 unknown."""
+    """What the planner needs to know. `works`: per call, of one micro-batch."""
     act_ids = {id(calls[i].inputs[j]) for i, shape in enumerate(shapes) for j in shape.acts}
     boundary: dict[int, int] = {}
     for call in calls:
@@ -270,7 +271,8 @@ def model_profile(
             shape.chunks,
             call.saved_count,
             tuple(operator.cut(shape.chunks) for operator in call.operators),
-            work + _whole(call) if work and shape.chunks > 1 else work,
+            work.peak + _whole(call) if work.peak and shape.chunks > 1 else work.peak,
+            work.heap,
             call.differentiated,
         )
         for call, shape, work in zip(calls, shapes, works, strict=True)

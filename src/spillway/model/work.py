@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +17,30 @@ _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("a
 _WIDENED = 2.0  # times the largest parameter
 
 
+# Tensors of so many bytes come from the system and go back to it (the most that glibc ever raises its threshold to);
+# smaller ones from the heap, which keeps what lies between others.
+_MAPPED_FROM = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes that a call takes while it computes, forward and backward: of all its tensors at the peak, and the most of
+    those that come from a heap."""
+
+    peak: int = 0
+    heap: int = 0
+
+
 class MemoryMeter(TorchDispatchMode):
-    """`peak`: most bytes alive at a time of tensors that operators inside made; views of `known` ones are none."""
+    """`peak`: most bytes alive at a time of tensors that operators inside made; views of `known` ones are none.
+    `small_peak`: of those that come from a heap."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.peak = 0
+        self.small_peak = 0
         self._live = 0
+        self._small = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._watched: dict[int, weakref.ref[Any]] = {}
 
@@ -43,21 +61,25 @@ class MemoryMeter(TorchDispatchMode):
 
         def gone(_: Any) -> None:
             self._watched.pop(key, None)
-            self._live -= size
+            self._count(-size)
 
         self._watched[key] = weakref.ref(storage, gone)
+        self._count(size)
+
+    def _count(self, size: int) -> None:
         self._live += size
-        self.peak = max(self.peak, self._live)
+        self._small += size if abs(size) < _MAPPED_FROM else 0
+        self.peak, self.small_peak = max(self.peak, self._live), max(self.small_peak, self._small)
 
 
-def work_bytes(
+def measure_work(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     params: list[nn.Parameter],
     device_kind: str,
-) -> int:
-    """Peak of forward and backward, inputs and parameters (and what gathers their gradients) apart. On fake tensors:
+) -> Work:
+    """Of forward and backward, inputs and parameters (and what gathers their gradients) apart. On fake tensors:
     nothing is computed. `device_kind`: of the device that will."""
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     trained = [param for param in params if param.requires_grad]
@@ -71,7 +93,9 @@ def work_bytes(
         if differentiable and wanted:
             grads = [torch.empty_like(output) for output in differentiable]
             torch.autograd.backward(differentiable, grads, inputs=wanted)
-    return meter.peak + (_hidden_bytes(params) if device_kind == "cpu" else 0)
+    if device_kind != "cpu":
+        return Work(meter.peak)
+    return Work(meter.peak + _hidden_bytes(params), meter.small_peak)
 
 
 def _hidden_bytes(params: list[nn.Parameter]) -> int:

@@ -8,10 +8,10 @@ from spillway.spec.plan import Kept, Placement, Plan, Pool, TierPeaks
 
 # A GPU's allocator hands out what calls keep in blocks that are rounded up and do not always fit where others were.
 _FRAGMENTED = 1.1
-# The heap of the C library, where a CPU computes, keeps what was freed between other blocks: for what a call needs
-# while it computes, and for what is kept, this much in all (as Llamas of width 256 to 1536 take with 32 to 2048
-# tokens).
-_HEAP_OF_WORK, _HEAP_OF_KEPT = 2.0, 1.4
+# The heap of the C library, where a CPU computes, keeps what was freed between other blocks: beside what a call needs,
+# as much as calls took of the heap, and this much in all for what is kept (as Llamas of width 256 to 1536 take with 32
+# to 2048 tokens).
+_HEAP_OF_KEPT = 1.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,8 @@ def peaks(
     work = max(works, default=0)
     on_device = sum(size * count for tier, size, count in stored if tier == "device")
     if device_is_host:
-        device += int(_HEAP_OF_WORK * work + _HEAP_OF_KEPT * on_device)
+        heap = max((model.calls[first].heap_bytes for first, _ in placed.calls), default=0)
+        device += work + heap + int(_HEAP_OF_KEPT * on_device)
     else:
         device += work + int(_FRAGMENTED * on_device)
     # Those of two calls may be on their way to host memory.

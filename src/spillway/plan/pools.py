@@ -38,6 +38,7 @@ class Kinds:
                 call.chunks,
                 call.operators,
                 call.work_bytes,
+                call.heap_bytes,
                 call.differentiated,
             )
             for call in model.calls

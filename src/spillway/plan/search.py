@@ -10,13 +10,15 @@ from itertools import accumulate
 from operator import attrgetter, itemgetter
 
 from spillway.plan.bounds import busiest, least_computing, lower_bound
+from spillway.plan.candidates import Candidate, Candidates
 from spillway.plan.check import check
-from spillway.plan.fill import Candidate, Filler
+from spillway.plan.fill import Filler
 from spillway.plan.lower import complete, lower_step
 from spillway.plan.policies import POLICIES
 from spillway.plan.pools import ELEMENT_ALIGNMENT, recomputed_flops, stored_bytes
 from spillway.plan.request import PlanRequest, Space, space_of
 from spillway.plan.simulate import step_seconds
+from spillway.plan.start import Start
 from spillway.plan.swap import outputs
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
@@ -109,7 +111,7 @@ def fits(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: P
     for keep in dict.fromkeys((request.keep, NO_POINTS if _may_save_nothing(request) else request.keep)):
         asked = replace(request, keep=keep)
         try:
-            Filler(model, hardware, budget, asked, space).smallest(_first_mode(space))
+            Start(Candidates(model, hardware, budget, asked, space)).smallest(_first_mode(space))
         except PlanInfeasible:
             continue
         return True
@@ -123,13 +125,13 @@ def swapped_plans(
     1: bytes moved besides inputs of units, and the plan. Raises PlanInfeasible."""
     start = make_plan(model, hardware, budget, replace(request, activations="recompute"))
     space = space_of(request)
-    filler = Filler(model, hardware, budget, replace(request, fixed=start.placement), space)
+    candidates = Candidates(model, hardware, budget, replace(request, fixed=start.placement), space)
     ordered = outputs(model, start.placement.acts, space.keeps)
     ends = list(accumulate(output.num_bytes for output in ordered))
     found: dict[float, Plan] = {}
     for point in range(points):
         chosen = ordered[: bisect_right(ends, ends[-1] * point // (points - 1)) if ends else 0]
-        candidate = filler.moved(filler.candidate(start.placement), chosen)
+        candidate = Filler(candidates).moved(candidates.of(start.placement), chosen)
         plan = lower_step(model, candidate.placement)
         seconds, bottleneck = step_seconds(plan, hardware)
         pairs = zip(model.calls, candidate.placement.acts, strict=True)
@@ -157,7 +159,8 @@ class _Search:
     ) -> None:
         self._model = model
         self._hardware = hardware
-        self._filler = Filler(model, hardware, budget, request, space)
+        self._candidates = Candidates(model, hardware, budget, request, space)
+        self._filler = Filler(self._candidates)
         self._budget = budget
         self._request = request
         self._space = space
@@ -226,8 +229,8 @@ class _Search:
     def _in_every_mode(self, candidate: Candidate) -> Iterator[Candidate]:
         modes = self._space.policy.updates if self._space.update == "auto" else (self._space.update,)
         for mode in modes:
-            found = self._filler.candidate(replace(candidate.placement, update=mode))
-            if self._filler.fits(found):
+            found = self._candidates.of(replace(candidate.placement, update=mode))
+            if self._candidates.fits(found):
                 yield found
 
     def _climb(self, best: _Timed) -> _Timed:
@@ -243,7 +246,7 @@ class _Search:
         """Of the whole space; of that without the drives; and, where the model is small, of every policy's."""
         widely = len(self._model.units) <= _WIDELY and self._hardware.device != "cpu"
         needs_drives = None
-        for candidate in self._filler.fillings(self._filler.deepest(_first_mode(self._space)), widely):
+        for candidate in self._filler.fillings(Start(self._candidates).deepest(_first_mode(self._space)), widely):
             if needs_drives is None:
                 needs_drives = any("disk" in (where.weights, where.states) for where in candidate.placement.units)
             yield candidate
@@ -255,9 +258,9 @@ class _Search:
         for space in spaces:
             if space is None:
                 continue
-            filler = Filler(self._model, self._hardware, self._budget, self._request, space)
+            candidates = Candidates(self._model, self._hardware, self._budget, self._request, space)
             try:
-                yield from filler.fillings(filler.deepest(_first_mode(space)), widely)
+                yield from Filler(candidates).fillings(Start(candidates).deepest(_first_mode(space)), widely)
             except PlanInfeasible:
                 continue
 
@@ -308,8 +311,8 @@ class _Search:
         for update, deferred, visiting in self._ways(candidate):
             subgroup = min(placement.subgroup, self._visit_elements) if visiting else placement.subgroup
             changed = replace(placement, update=update, subgroup=subgroup)
-            variant = self._filler.candidate(changed, deferred, visiting)
-            if variant.placement == placement or self._filler.fits(variant):
+            variant = self._candidates.of(changed, deferred, visiting)
+            if variant.placement == placement or self._candidates.fits(variant):
                 yield variant
 
     def _ways(self, candidate: Candidate) -> Iterator[tuple[str, frozenset[int], frozenset[int]]]:

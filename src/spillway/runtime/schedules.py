@@ -24,7 +24,7 @@ from spillway.model.profile import (
     storage_of,
 )
 from spillway.model.units import Unit
-from spillway.model.work import work_bytes
+from spillway.model.work import Work, measure_work
 from spillway.runtime.buffers import all_buffers_kept
 from spillway.runtime.calls import rng_kept
 from spillway.runtime.device import Device
@@ -196,10 +196,10 @@ class Schedules:
             for place in unit.layout.places
         }
 
-    def _works(self, calls: list[CallRecord], shapes: tuple[CallShape, ...]) -> tuple[int, ...]:
-        """What a micro-batch of each call takes while it computes, told by one call of each kind; 0 where only real
-        tensors would tell."""
-        known: dict[Any, int] = {}
+    def _works(self, calls: list[CallRecord], shapes: tuple[CallShape, ...]) -> tuple[Work, ...]:
+        """What a micro-batch of each call takes while it computes, told by one call of each kind; nothing where only
+        real tensors would tell."""
+        known: dict[Any, Work] = {}
         works = []
         for call, shape in zip(calls, shapes, strict=True):
             kind = self._kind(call, shape)
@@ -214,9 +214,9 @@ class Schedules:
         given = tuple((place, tuple(tensor.shape), tensor.dtype) for place, tensor in call.inputs.items())
         return sizes, given, shape.kind, shape.chunks, shape.chunk_rows
 
-    def _work(self, call: CallRecord, shape: CallShape) -> int:
+    def _work(self, call: CallRecord, shape: CallShape) -> Work:
         if call.again is None:
-            return 0
+            return Work()
         again = call.again
         with (
             rng_kept(self._device),
@@ -240,7 +240,7 @@ class Schedules:
                     tensor.requires_grad
                 )
             args, kwargs = tree_unflatten(leaves, spec)
-            return work_bytes(again.function, args, kwargs, list(params.values()), self._device_kind)
+            return measure_work(again.function, args, kwargs, list(params.values()), self._device_kind)
 
     def _profile_real(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallRecord]:
         """A forward on real data, one unit at a time, for models whose forward looks at values."""

@@ -62,6 +62,7 @@ class CallProfile:
     saved_count: int = 0  # tensors that `saved_bytes` are of
     operators: tuple[OperatorClass, ...] = ()  # highest benefit first
     work_bytes: int = 0  # of the device while a micro-batch is computed, forward and backward; 0 where unknown
+    heap_bytes: int = 0  # of these, those in tensors so small that a C library's heap keeps them
     differentiated: bool = True  # not where all is frozen before it and in it: then it has no backward
 
     @property

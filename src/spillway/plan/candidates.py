@@ -1,0 +1,134 @@
+"""Placements, what they take of each tier, and how many changes of one kind a budget has room for."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spillway.plan.memory import extents_of_units, peaks
+from spillway.plan.pools import Kinds, SlabNames, stored_bytes
+from spillway.plan.request import PlanRequest, Space
+from spillway.spec.hardware import Budget, HardwareSpec
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Kept, Placement, Pool, TierPeaks, UnitPlacement
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A placement, its pools and what it takes of each tier."""
+
+    placement: Placement
+    pools: tuple[Pool, ...]
+    peaks: TierPeaks
+
+
+# Changes the unit (or call) of a number for the better; None where there is nothing to change.
+Change = Callable[[Placement, int], "UnitPlacement | Kept | None"]
+
+
+class Candidates:
+    """Makes and changes candidates for one model, machine, budget and space of choices."""
+
+    def __init__(
+        self, model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest, space: Space
+    ) -> None:
+        self.model = model
+        self.hardware = hardware
+        self.budget = budget
+        self.request = request
+        self.space = space
+        self.device_is_host = hardware.device == "cpu"
+        self._kinds = Kinds(model)
+
+    def of(self, placement: Placement, deferred: Collection[int] = (), visiting: Collection[int] = ()) -> Candidate:
+        """The placement with the updates of these units left to the next forward, or made on the device."""
+        if self.request.fixed is None:
+            placement = replace(placement, units=tuple(self._settled(placement, deferred, visiting)))
+        placed = self._kinds.placed(placement)
+        pools = SlabNames(self.model, placement, placed).all()
+        stored = self.request.has_store
+        extents = extents_of_units(placement) if stored else (0,) * len(placement.units)
+        process = self.budget.process_bytes
+        tiers = peaks(self.model, placement, pools, process, self.device_is_host, extents, placed)
+        return Candidate(placement, pools, tiers)
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether it stays within the budget."""
+        need, have = candidate.peaks, self.budget
+        within = need.device <= have.device_bytes and need.host <= have.host_bytes
+        return within and need.disk <= have.disk_bytes
+
+    def _settled(
+        self, placement: Placement, deferred: Collection[int], visiting: Collection[int]
+    ) -> Iterator[UnitPlacement]:
+        every = self.space.policy.visits
+        known: dict[tuple[UnitPlacement, bool, bool], UnitPlacement] = {}
+        for unit, where in enumerate(placement.units):
+            key = (where, unit in deferred, every or unit in visiting)
+            found = known.get(key)
+            if found is None:
+                trained = where.states != "none"
+                defers = trained and (key[1] or self._must_defer(placement, where))
+                visits = trained and where.states != "device" and key[2]
+                found = known[key] = replace(where, defers=defers, visits=visits)
+            yield found
+
+    def _must_defer(self, placement: Placement, where: UnitPlacement) -> bool:
+        """Whether a unit leaves its update to the next forward: as all do, or because a guess could not be taken back:
+        nothing on disk holds what it changes, or the gradient is not at hand."""
+        sure = where.states != "disk" or where.weights == "device" or where.grads != "host" or not placement.keep.last
+        return placement.update == "deferred" or (placement.speculates and sure)
+
+    def grow(self, candidate: Candidate, part: str, numbers: Iterable[int], change: Change) -> Candidate:
+        """Change as many of these as fit, the first ones first; where one does not, a smaller one may."""
+        same: dict[object, object] = {}  # alike ones are one object: that tells them apart from others at no cost
+        changes = ((number, change(candidate.placement, number)) for number in numbers)
+        items = [(number, same.setdefault(new, new)) for number, new in changes if new is not None]
+        while items:
+            count, candidate = self._most(candidate, part, items)
+            items = [item for item in items[count + 1 :] if self._size(item) < self._size(items[count])]
+        return candidate
+
+    def _size(self, item: tuple[int, object]) -> int:
+        number, new = item
+        if isinstance(new, Kept):
+            return stored_bytes(self.model.calls[number], new)
+        return self.model.units[number].weight_bytes
+
+    def _most(self, candidate: Candidate, part: str, items: list[tuple[int, object]]) -> tuple[int, Candidate]:
+        """How many of the first changes fit, and the placement with them. What they take is about proportional to
+        their number, so that is where the next trial is."""
+        placement = candidate.placement
+
+        def changed(count: int) -> Candidate:
+            values = list(getattr(placement, part))
+            for number, new in items[:count]:
+                values[number] = new
+            return self.of(with_part(placement, part, values))
+
+        low, best, high = 0, candidate, len(items)
+        over = changed(high)
+        if self.fits(over):
+            return high, over
+        while high - low > 1:
+            guess = low + int((high - low) * self._share_that_fits(best.peaks, over.peaks))
+            guess = min(max(guess, low + 1), high - 1)
+            trial = changed(guess)
+            if self.fits(trial):
+                low, best = guess, trial
+            else:
+                high, over = guess, trial
+        return low, best
+
+    def _share_that_fits(self, low: TierPeaks, high: TierPeaks) -> float:
+        have = self.budget
+        pairs = (
+            (low.device, high.device, have.device_bytes),
+            (low.host, high.host, have.host_bytes),
+            (low.disk, high.disk, have.disk_bytes),
+        )
+        return min((most - start) / (end - start) for start, end, most in pairs if end > most)
+
+
+def with_part(placement: Placement, part: str, values: list[Any]) -> Placement:
+    """With other units or acts."""
+    return replace(placement, units=tuple(values)) if part == "units" else replace(placement, acts=tuple(values))

@@ -1,0 +1,166 @@
+"""Where memory begins to be filled: the deepest pipeline that fits with everything far away."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from spillway.plan.candidates import Candidate, Candidates, with_part
+from spillway.spec.errors import PlanInfeasible
+from spillway.spec.plan import Kept, Placement, UnitPlacement
+from spillway.spec.sizes import format_size, format_size_up
+
+# Elements per subgroup and how many are under way: large enough for the drive, small enough that slabs stay cheap. The
+# first ones are for budgets of which they are a small share. They are no powers of two: arrays that lie so far apart
+# take each other's place in the processor's first cache, and the update becomes a third slower.
+_ODD = 3 << 14
+_LARGE_SUBGROUPS = tuple((size + _ODD, 4) for size in (1 << 28, 1 << 27, 1 << 26, 1 << 25))
+_LARGE_SHARE = 1 / 32
+_SUBGROUPS = ((1 << 24, 4), (1 << 23, 4), (1 << 22, 4), (1 << 22, 2), (1 << 20, 2), (1 << 18, 1))
+
+
+class Start:
+    """Finds it for one model, machine, budget and space of choices."""
+
+    def __init__(self, candidates: Candidates) -> None:
+        self._candidates = candidates
+        self._model = candidates.model
+        self._budget = candidates.budget
+        self._request = candidates.request
+        self._space = candidates.space
+        self._device_is_host = candidates.device_is_host
+
+    def deepest(self, update: str) -> Candidate:
+        """The deepest pipeline that fits with everything as far from the device as may be. Raises PlanInfeasible."""
+        smallest = self.smallest(update)
+        rests, far = [where.states for where in smallest.placement.units], self._space.states[0]
+        in_memory, on_device = (rests.count(tier) if far != tier else 0 for tier in ("host", "device"))
+        for placement in self._pipelines(update):
+            found = self._candidates.of(placement)
+            if (in_memory or on_device) and self._request.fixed is None:
+                found = self._off_the_drives(found, in_memory, on_device)
+            if self._candidates.fits(found):
+                return found
+        return smallest
+
+    def smallest(self, update: str) -> Candidate:
+        """The shallowest pipeline, with inputs of units far away, or without slots that they come back to. Raises
+        PlanInfeasible."""
+        tried = []
+        for tier in self._space.inputs:
+            lowest = self._candidates.of(replace(self._lowest(update, 1, *_SUBGROUPS[-1], tier), grad_slots=1))
+            tried.append(self._out_of_memory(lowest))
+            if self._candidates.fits(tried[-1]):
+                return tried[-1]
+            mixed = self._fewest_off_the_drives(tried[-1])
+            if mixed is not None:
+                return mixed
+        raise PlanInfeasible(self._shortage(tried[0]), tried[0].peaks)
+
+    def _fewest_off_the_drives(self, candidate: Candidate) -> Candidate | None:
+        """With as many units in host memory, and then on the device, as the drives have no room for; None where that
+        does not fit either."""
+        if candidate.peaks.disk <= self._budget.disk_bytes or self._request.fixed is not None:
+            return None
+        units = len(candidate.placement.units)
+        may_live = "device" in self._space.states and not self._device_is_host
+        for on_device in range(units if may_live else 1):
+            found = self._off_the_drives(candidate, units - on_device, on_device)
+            if found.peaks.device > self._budget.device_bytes or found.peaks.disk > self._budget.disk_bytes:
+                break
+            low, high = 0, units - on_device
+            while high - low > 1:
+                middle = (low + high) // 2
+                trial = self._off_the_drives(candidate, middle, on_device)
+                low, high, found = (
+                    (low, middle, trial) if trial.peaks.disk <= self._budget.disk_bytes else (middle, high, found)
+                )
+            if self._candidates.fits(found):
+                return found
+        return None
+
+    def _out_of_memory(self, candidate: Candidate) -> Candidate:
+        """Where everything begins in host memory and that has no room for it: as many units on the device as it has
+        not, or as the device has."""
+        may_live = "device" in self._space.states and not self._device_is_host and self._request.fixed is None
+        if self._space.states[0] != "host" or not may_live or candidate.peaks.host <= self._budget.host_bytes:
+            return candidate
+        low, found, high = 0, candidate, len(candidate.placement.units)
+        while high - low > 1 and found.peaks.host > self._budget.host_bytes:
+            middle = (low + high + 1) // 2
+            trial = self._off_the_drives(candidate, 0, middle)
+            if trial.peaks.device > self._budget.device_bytes:
+                high = middle
+            else:
+                low, found = middle, trial
+        return found
+
+    def _off_the_drives(self, candidate: Candidate, in_memory: int, on_device: int) -> Candidate:
+        """With the last so many units that are trained wholly on the device, and the first so many in host memory."""
+        units = list(candidate.placement.units)
+        trained = [index for index, where in enumerate(units) if where.states == self._space.states[0]]
+        there = set(trained[len(trained) - on_device :])
+        for index in there:
+            units[index] = replace(units[index], weights="device", states="device", grads="device")
+        if "host" in self._space.states:
+            for index in [index for index in trained if index not in there][:in_memory]:
+                where = units[index]
+                weights = "host" if where.weights == "disk" and "host" in self._space.weights else where.weights
+                units[index] = replace(where, weights=weights, states="host", grads="host")
+        return self._candidates.of(with_part(candidate.placement, "units", units))
+
+    def _pipelines(self, update: str) -> Iterator[Placement]:
+        """Ever smaller ones. The window takes device memory and subgroups take host memory: where these are one, slots
+        are worth more than large subgroups; elsewhere each is as large as its own tier has room for."""
+        windows, far = range(self._space.policy.window, 0, -1), self._space.inputs[0]
+        sizes = list(self._subgroups())
+        pairs = product(windows, sizes) if self._device_is_host else ((w, size) for size in sizes for w in windows)
+        for window, (subgroup, slabs) in pairs:
+            yield self._lowest(update, window, subgroup, slabs, far)
+
+    def _subgroups(self) -> Iterator[tuple[int, int]]:
+        most = self._space.policy.state_slabs
+        for size, slabs in _LARGE_SUBGROUPS:
+            if size * slabs * self._model.update_bytes <= _LARGE_SHARE * self._budget.host_bytes:
+                yield size, min(slabs, most)
+        for size, slabs in _SUBGROUPS:
+            yield size, min(slabs, most)
+
+    def _lowest(self, update: str, window: int, subgroup: int, slabs: int, inputs: str) -> Placement:
+        request, space = self._request, self._space
+        acts = (Kept(inputs),) * len(self._model.calls)
+        if space.policy.must_keep:
+            acts = tuple(
+                Kept(space.kept_in[0], everything=True) if call.kind == "FORWARD" else kept
+                for call, kept in zip(self._model.calls, acts, strict=True)
+            )
+        units = request.fixed.units if request.fixed is not None else tuple(self._lowest_units(update))
+        turns = space.policy.in_turn
+        clip, times = request.clip, request.accumulation
+        keep = request.keep if request.fixed is None else request.fixed.keep
+        return Placement(units, acts, update, clip, times, window, slabs, subgroup, turns, keep=keep)
+
+    def _lowest_units(self, update: str) -> Iterator[UnitPlacement]:
+        space, request = self._space, self._request
+        states = space.states[0]
+        weights = "device" if states == "device" else space.weights[0]
+        waits = (update not in ("overlap", "overlap-naive") or request.clip) and request.accumulation == 1
+        grads = "device" if states == "device" else space.grads[0] if waits else "host"
+        for index, unit in enumerate(self._model.units):
+            resident = index == self._model.resident_unit
+            rests = states if unit.num_trainable else "none"
+            yield UnitPlacement("device" if resident else weights, rests, grads)
+
+    def _shortage(self, smallest: Candidate) -> str:
+        need, have = smallest.peaks, self._budget
+        tiers = (
+            ("device", need.device, have.device_bytes, "--device-memory"),
+            ("host", need.host, have.host_bytes, "--host-memory"),
+            ("disk", need.disk, have.disk_bytes, "--disk-memory or more room under --store"),
+        )
+        short = [
+            f"{tier} memory: the smallest budget that works is {format_size_up(need_bytes)}, "
+            f"there is {format_size(have_bytes)} ({flag})"
+            for tier, need_bytes, have_bytes, flag in tiers
+            if need_bytes > have_bytes
+        ]
+        return "the model does not fit: " + "; ".join(short) + "; shorter or smaller batches need less"
