@@ -12,15 +12,24 @@ BLKIO = Path("/sys/fs/cgroup/blkio")
 def throttled(directory: Path, bytes_per_s: int) -> Iterator[Callable[[], None] | None]:
     """What a child calls first (`preexec_fn`) to read and write the drive under `directory` no faster, each way; with 0
     as fast as it goes. None where there is no such control (it takes root, and a whole drive)."""
-    if not bytes_per_s:
+    with throttled_each({directory: bytes_per_s} if bytes_per_s else {}) as enter:
+        yield enter
+
+
+@contextmanager
+def throttled_each(rates: dict[Path, int]) -> Iterator[Callable[[], None] | None]:
+    """As `throttled`, of several drives by the directories on them."""
+    if not rates:
         yield lambda: None
         return
-    group, device = BLKIO / f"spillway-{os.getpid()}", os.stat(directory).st_dev
+    group = BLKIO / f"spillway-{os.getpid()}"
     try:
         group.mkdir()
-        for way in ("read", "write"):
-            file = group / f"blkio.throttle.{way}_bps_device"
-            file.write_text(f"{os.major(device)}:{os.minor(device)} {bytes_per_s}")
+        for directory, bytes_per_s in rates.items():
+            device = os.stat(directory).st_dev
+            for way in ("read", "write"):
+                file = group / f"blkio.throttle.{way}_bps_device"
+                file.write_text(f"{os.major(device)}:{os.minor(device)} {bytes_per_s}")
     except OSError:
         if group.exists():
             group.rmdir()

@@ -3,6 +3,7 @@
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,3 +51,30 @@ def test_the_block_that_is_measured_fits_the_room_of_the_device(monkeypatch: pyt
     (few, narrow), (more, wider), most = asked
     assert few < more <= most[0] == 1024 and narrow < wider < most[1] == 1536
     assert few * narrow * 2 * 32 <= 1 << 22
+
+
+@pytest.mark.parametrize(
+    ("rates", "shares"),
+    [
+        ((6e9, 6e9), (1, 1)),
+        ((6e9, 5.8e9), (1, 1)),
+        ((8e9, 2e9), (4, 1)),
+        ((6e9, 3e9, 3e9), (2, 1, 1)),
+        ((8e9, 1e8), (8, 1)),
+    ],
+)
+def test_a_faster_drive_holds_more(
+    rates: tuple[float, ...], shares: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = tuple(tmp_path / str(index) for index in range(len(rates)))
+    devices = {path: number for number, path in enumerate(paths)}
+    true_stat = Path.stat
+
+    def stat(path: Path, **more: bool) -> object:
+        found = true_stat(path, **more)
+        return SimpleNamespace(st_dev=devices[path], st_mode=found.st_mode) if path in devices else found
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(probe, "_disk_rates", lambda one: (rates[devices[one[0]]], rates[devices[one[0]]], 1.0))
+    assert probe.measure_shares(paths) == shares
+    assert probe.measure_shares(paths[:1]) == (1,)
