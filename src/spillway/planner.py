@@ -23,7 +23,7 @@ from spillway.store.disk import Geometry, free_on
 # Workspaces of matrix products, one for each thread that computes, and kernels that are loaded when first used.
 _DEVICE_RESERVE = 400 << 20
 # What libraries, threads and the user's data still take after the plan was made.
-_PROCESS_RESERVE = 60 << 20
+_PROCESS_RESERVE = 80 << 20
 
 
 def make_budget(

@@ -194,3 +194,11 @@ def test_any_module_is_planned_with_an_example_and_stays_as_it_is() -> None:
     assert all(torch.equal(before[name], param) for name, param in module.named_parameters())
     with pytest.raises(spillway.UsageError, match="example"):
         spillway.predict(module, "rtx3090+980pro+64GB")
+
+
+def test_a_model_in_float32_computes_at_the_rate_of_float32(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ("gpt-10b", "--hardware", "a100-80+4x990pro+512GB", "--per-device-train-batch-size", "16",
+             "--max-length", "1024")  # fmt: skip
+    half, full = ask(capsys, *shape), ask(capsys, *shape, "--dtype", "float32")
+    assert 8 < full["step_seconds"] / half["step_seconds"] < 312 / 19.5 + 0.1
+    assert full["peak_share"] > half["peak_share"]

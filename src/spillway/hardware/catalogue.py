@@ -21,12 +21,23 @@ _T = 10**12
 # and reach almost all of that (Fuyou: 156 of 165 TFLOP/s in training on a 4090); a data centre card reaches about two
 # thirds (Fuyou: 202 of 312 on an A100).
 _CONSUMER_SHARE = 0.94
-# Makers' dense 16-bit figures with fp32 accumulation and memory bandwidths; prices at launch, or of the papers.
+# Makers' dense 16-bit figures with fp32 accumulation, memory bandwidths, and float32 rates without tensor cores; prices
+# at launch, or of the papers; 0 where neither is known.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("rtx3090", 24 << 30, 71 * _T, 4, 1499, "NVIDIA Ampere GA102 whitepaper", 936 * _GB, _CONSUMER_SHARE),
-        Gpu("rtx4080", 16 << 30, 97.5 * _T, 4, 1199, "NVIDIA Ada whitepaper", 717 * _GB, _CONSUMER_SHARE),
+        Gpu(
+            "rtx3090",
+            24 << 30,
+            71 * _T,
+            4,
+            1499,
+            "NVIDIA Ampere GA102 whitepaper",
+            936 * _GB,
+            35.6 * _T,
+            _CONSUMER_SHARE,
+        ),
+        Gpu("rtx4080", 16 << 30, 97.5 * _T, 4, 1199, "NVIDIA Ada whitepaper", 717 * _GB, 48.7 * _T, _CONSUMER_SHARE),
         Gpu(
             "rtx4090",
             24 << 30,
@@ -35,21 +46,31 @@ GPUS = {
             1600,
             "NVIDIA Ada whitepaper; price as in Fuyou",
             1008 * _GB,
+            82.6 * _T,
             _CONSUMER_SHARE,
         ),
-        Gpu("rtx5090", 32 << 30, 209.5 * _T, 5, 1999, "NVIDIA RTX Blackwell whitepaper", 1792 * _GB, _CONSUMER_SHARE),
-        Gpu("rtxpro6000", 96 << 30, 503.8 * _T, 5, 8565, "NVIDIA RTX PRO Blackwell whitepaper", 1792 * _GB),
-        Gpu("l40s", 48 << 30, 362 * _T, 4, 0, "NVIDIA L40S datasheet", 864 * _GB),
-        Gpu("v100", 32 << 30, 125 * _T, 3, 0, "NVIDIA V100 datasheet", 900 * _GB),
-        Gpu("a100-40", 40 << 30, 312 * _T, 4, 0, "NVIDIA A100 datasheet", 1555 * _GB),
-        Gpu("a100-80", 80 << 30, 312 * _T, 4, 14177, "NVIDIA A100 datasheet; price as in Fuyou", 1935 * _GB),
-        Gpu("h100", 80 << 30, 989 * _T, 5, 0, "NVIDIA H100 SXM datasheet", 3350 * _GB),
-        Gpu("h200", 141 * _GB, 989 * _T, 5, 0, "NVIDIA H200 datasheet", 4800 * _GB),
-        Gpu("b200", 180 * _GB, 2250 * _T, 5, 0, "NVIDIA HGX B200 datasheet", 8000 * _GB),
+        Gpu(
+            "rtx5090",
+            32 << 30,
+            209.5 * _T,
+            5,
+            1999,
+            "NVIDIA RTX Blackwell whitepaper",
+            1792 * _GB,
+            104.8 * _T,
+            _CONSUMER_SHARE,
+        ),
+        Gpu("rtxpro6000", 96 << 30, 503.8 * _T, 5, 8565, "NVIDIA RTX PRO Blackwell whitepaper", 1792 * _GB, 125 * _T),
+        Gpu("l40s", 48 << 30, 362 * _T, 4, 0, "NVIDIA L40S datasheet", 864 * _GB, 91.6 * _T),
+        Gpu("v100", 32 << 30, 125 * _T, 3, 0, "NVIDIA V100 datasheet", 900 * _GB, 15.7 * _T),
+        Gpu("a100-40", 40 << 30, 312 * _T, 4, 0, "NVIDIA A100 datasheet", 1555 * _GB, 19.5 * _T),
+        Gpu("a100-80", 80 << 30, 312 * _T, 4, 14177, "NVIDIA A100 datasheet; price as in Fuyou", 1935 * _GB, 19.5 * _T),
+        Gpu("h100", 80 << 30, 989 * _T, 5, 0, "NVIDIA H100 SXM datasheet", 3350 * _GB, 67 * _T),
+        Gpu("h200", 141 * _GB, 989 * _T, 5, 0, "NVIDIA H200 datasheet", 4800 * _GB, 67 * _T),
+        Gpu("b200", 180 * _GB, 2250 * _T, 5, 0, "NVIDIA HGX B200 datasheet", 8000 * _GB, 75 * _T),
     )
 }
-# Makers' sequential figures: a consumer drive writes slower once its cache is full, so probe a real one. Prices at
-# launch, or of the papers; 0 where neither is known.
+# Makers' sequential figures: a consumer drive writes slower once its cache is full, so probe a real one.
 DRIVES = {
     drive.name: drive
     for drive in (
@@ -142,6 +163,7 @@ def build(
         host_bytes,
         sum(drive.capacity_bytes for drive in drives),
         gpu.peak_flops_per_s,
+        gpu.float32_flops_per_s / gpu.peak_flops_per_s,
         drives,
         price if known else 0.0,
     )

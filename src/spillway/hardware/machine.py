@@ -35,17 +35,20 @@ class Measured:
     when: float
 
 
-def this_machine(paths: tuple[Path, ...], free_disk_bytes: int, refresh: bool = False) -> Machine:
-    """Rates of this machine with these store paths, from the cache where it is fresh, and what is free now."""
-    hardware = _measured(paths, refresh)
+def this_machine(
+    paths: tuple[Path, ...], free_disk_bytes: int, dtype: torch.dtype = torch.bfloat16, refresh: bool = False
+) -> Machine:
+    """Rates of this machine with these store paths and for models of this dtype, from the cache where it is fresh, and
+    what is free now."""
+    hardware = _measured(paths, dtype, refresh)
     host = free_host_bytes() + process_bytes()
     device = int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else host
     return Machine(platform.node() or "this machine", hardware, device, host, free_disk_bytes)
 
 
-def _measured(paths: tuple[Path, ...], refresh: bool) -> HardwareSpec:
+def _measured(paths: tuple[Path, ...], dtype: torch.dtype, refresh: bool) -> HardwareSpec:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    file = cache_directory() / f"probe-{machine_key(device.type, paths)}.json"
+    file = cache_directory() / f"probe-{machine_key(device.type, paths)}-{str(dtype).removeprefix('torch.')}.json"
     if not refresh:
         try:
             known = from_json(Measured, json.loads(file.read_text()))
@@ -56,7 +59,7 @@ def _measured(paths: tuple[Path, ...], refresh: bool) -> HardwareSpec:
 
     room = min(_ROOM_BYTES, free_host_bytes() // 2)
     there = int(torch.cuda.mem_get_info()[0]) // 2 if device.type == "cuda" else room
-    found = measure(device, torch.bfloat16, paths, _ROWS, _HIDDEN, EXACT, room, there)
+    found = measure(device, dtype, paths, _ROWS, _HIDDEN, EXACT, room, there)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(to_json(Measured(found, time.time()))))

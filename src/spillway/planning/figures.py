@@ -6,7 +6,7 @@ from spillway.checkpoint.save import MAX_SHARD_BYTES
 from spillway.plan.memory import phase_peaks
 from spillway.plan.occupancy import occupancy
 from spillway.plan.simulate import simulate
-from spillway.planning.question import Question, hardware_for
+from spillway.planning.question import Question, hardware_for, rate_share
 from spillway.spec.answers import PlanReport
 from spillway.spec.errors import PlanInfeasible
 from spillway.spec.plan import Kept, Plan, TierPeaks
@@ -36,6 +36,7 @@ def figures(question: Question, plan: Plan) -> PlanReport:
     tokens_per_s = base.tokens / plan.step_seconds
     endurance = machine.endurance_bytes
     per_second = machine.price / _SECONDS_OF_OWNERSHIP
+    peak = machine.peak_flops_per_s * rate_share(machine, profile)
     return replace(
         base,
         fits=True,
@@ -45,7 +46,7 @@ def figures(question: Question, plan: Plan) -> PlanReport:
         clipped_step_seconds=plan.wary_step_seconds,
         tokens_per_s=tokens_per_s,
         model_flops_per_s=flops / plan.step_seconds,
-        peak_share=flops / plan.step_seconds / machine.peak_flops_per_s if machine.peak_flops_per_s else 0.0,
+        peak_share=flops / plan.step_seconds / peak if peak else 0.0,
         bottleneck=plan.bottleneck,
         busy_share={lane: busy / trace.seconds for lane, busy in trace.busy_s().items()},
         update=plan.placement.update,

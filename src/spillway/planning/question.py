@@ -69,6 +69,14 @@ class OwnModel:
     module: nn.Module
     example: Mapping[str, Any]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That most of its parameters have."""
+        sizes: dict[torch.dtype, int] = {}
+        for param in self.module.parameters():
+            sizes[param.dtype] = sizes.get(param.dtype, 0) + param.numel()
+        return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+
     def on_meta(self) -> nn.Module:
         """The module without its weights; it itself stays as it is."""
         params = dict(self.module.named_parameters())
@@ -164,16 +172,23 @@ class Question:
 
 
 def hardware_for(machine: Machine, profile: ModelProfile) -> HardwareSpec:
-    """The machine's rates for this optimizer. Known are those of exact AdamW on bfloat16 weights; what moves fewer
-    bytes of a parameter is faster by so much, for all of them are bound by memory."""
+    """The machine's rates for this optimizer and width. Known are those of exact AdamW on bfloat16 weights; what moves
+    fewer bytes of a parameter is faster by so much, for all of them are bound by memory."""
     params = sum(unit.num_trainable for unit in profile.units)
     moved = sum(2 * unit.updated_bytes + unit.grad_bytes for unit in profile.units if unit.num_trainable)
     share, hardware = UPDATE_BYTES * params / moved if moved else 1.0, machine.hardware
     return replace(
         hardware,
+        device_flops_per_s=rate_share(machine, profile) * hardware.device_flops_per_s,
         update_params_per_s=share * hardware.update_params_per_s,
         device_update_params_per_s=share * hardware.device_update_params_per_s,
     )
+
+
+def rate_share(machine: Machine, profile: ModelProfile) -> float:
+    """Of the device's 16-bit rate, for a model as wide as this one."""
+    params, size = (sum(getattr(unit, of) for unit in profile.units) for of in ("num_params", "weight_bytes"))
+    return machine.float32_share if size > 3 * params else 1.0
 
 
 def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: OwnModel | None = None) -> Question:
@@ -181,7 +196,8 @@ def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: Ow
     options.check()
     paths = tuple(map(Path, options.store))
     if hardware is None:
-        machine = this_machine(paths, free_on(even_geometry(paths)))
+        dtype = as_dtype(options.dtype) if own is None else own.dtype
+        machine = this_machine(paths, free_on(even_geometry(paths)), dtype)
         machine = replace(machine, hardware=as_seen(machine.hardware, paths))
     else:
         machine = find_machine(hardware)

@@ -17,6 +17,7 @@ class Gpu:
     price: float
     source: str
     memory_bytes_per_s: float
+    float32_flops_per_s: float  # of products in float32, which PyTorch does not round by itself (no TF32)
     block_share: float = 0.65
 
 
@@ -43,6 +44,7 @@ class Machine:
     host_bytes: int
     disk_bytes: int
     peak_flops_per_s: float = 0.0  # of the device, by its maker; 0 unknown
+    float32_share: float = 1.0  # of the device's rate and of its peak, for a model in float32
     drives: tuple[Drive, ...] = ()
     price: float = 0.0  # of what is priced in the catalogue
 
