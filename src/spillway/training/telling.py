@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from collections import deque
 from dataclasses import replace
 
 from spillway import native
@@ -30,6 +31,7 @@ from spillway.training.setup import Training
 _TELLING_STEPS, _TELLING_SECONDS = 3, 0.2
 # The first step of a start finds nothing due and everything cold, the second writes where nothing was written before.
 _LOOKED_AT = 3
+_TELLING = 5  # steps that are kept of those: of them the one in the middle tells most
 # Rates and times that are off by less are not worth a line.
 _WORTH_TELLING = 0.15
 
@@ -45,7 +47,7 @@ class Telling:
         self._planner = training.parts.planner
         self._kind = training.session.device.kind
         self._refined_step = 0.0  # seconds, with the rates of the first steps
-        self._telling_step: tuple[tuple[Op, ...], tuple[Pool, ...], Trace] | None = None
+        self._telling_steps: deque[tuple[tuple[Op, ...], tuple[Pool, ...], Trace]] = deque(maxlen=_TELLING)
         peaks = training.plan.peaks
         # The plan's peak is a promise; this is what runs here take of it.
         self._expected_peaks = replace(peaks, host=max(peaks.host + host_extra(training.stores, self._kind), 0))
@@ -115,7 +117,7 @@ class Telling:
         was_flushed = engine.step.late is None and any(op.late for op in ops)
         if was_flushed or len(self._progress.seconds) < _LOOKED_AT:
             return
-        self._telling_step = ops, plan.pools, result.traces[-1]
+        self._telling_steps.append((ops, plan.pools, result.traces[-1]))
         if not self._refined_step:
             self._predict_anew(result.wary)
 
@@ -137,10 +139,11 @@ class Telling:
         )
 
     def _seen(self) -> HardwareSpec:
-        """The machine as the last telling step showed it; as planned with where there was none."""
-        if self._telling_step is None:
+        """The machine as the middle one of the last telling steps showed it; as planned with where there was none."""
+        if not self._telling_steps:
             return self._planner.hardware
-        return refined(self._planner.hardware, *self._telling_step)
+        ordered = sorted(self._telling_steps, key=lambda step: step[2].seconds)
+        return refined(self._planner.hardware, *ordered[len(ordered) // 2])
 
     def _predicted(self) -> float:
         """Seconds of a step by the plan, clipped or not as most of them were."""
@@ -171,7 +174,7 @@ class Telling:
         later = progress.seconds[1:] or progress.seconds or [0.0]
         losses = progress.losses or [math.nan]
         if len(later) >= _TELLING_STEPS and statistics.median(later) >= _TELLING_SECONDS:
-            if self._telling_step is not None:
+            if self._telling_steps:
                 note_rates(training.stores, self._planner.probed, self._seen())
             note_host_peak(training.stores, self._kind, training.plan.peaks.host, self._watch.peak)
         summary = RunSummary(
