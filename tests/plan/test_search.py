@@ -143,3 +143,15 @@ def test_what_the_drives_have_no_room_for_rests_in_memory_and_on_the_device() ->
         plan = make_plan(model, profiles.MACHINE, budget, request)
         assert plan.peaks.disk <= budget.disk_bytes < state
         assert plan.peaks.host <= budget.host_bytes and plan.peaks.device <= budget.device_bytes
+
+
+def test_memory_that_nothing_else_may_use_takes_more_states_on_their_way() -> None:
+    slow = dataclasses.replace(
+        profiles.MACHINE, device_flops_per_s=3e10, read_bytes_per_s=4e8, write_bytes_per_s=1e8, disk_together=1.0
+    )
+    request = PlanRequest("deferred", weights="host", states="disk", clip=True)
+    many = make_plan(profiles.chain(12), slow, profiles.PLENTY, request)
+    scarce = dataclasses.replace(profiles.PLENTY, host_bytes=many.peaks.host // 2)
+    few = make_plan(profiles.chain(12), slow, scarce, request)
+    assert many.placement.state_slabs > few.placement.state_slabs
+    assert many.step_seconds < 0.9 * few.step_seconds

@@ -51,8 +51,25 @@ class Filler:
         self._grown: dict[tuple[int, str, str], tuple[Candidate, Candidate]] = {}
 
     def fillings(self, lowest: Candidate, widely: bool = False) -> Iterator[Candidate]:
+        """Ways to fill memory from a start. `widely`: from a shallow pipeline as thoroughly as from the deepest."""
+        return map(self._with_more_slabs, self._fillings(lowest, widely))
+
+    def _with_more_slabs(self, candidate: Candidate) -> Candidate:
+        """Half of the host memory that nothing else could use takes more states on their way: what late updates write
+        then lasts into backward, when the drives have less to do."""
+        placement, left = candidate.placement, self._budget.host_bytes - candidate.peaks.host
+        slab = next((pool.slab_bytes for pool in candidate.pools if pool.name == "state"), 0)
+        if not slab:
+            return candidate
+        slabs = min(placement.state_slabs + left // 2 // slab, self._space.policy.state_slabs)
+        if slabs <= placement.state_slabs:
+            return candidate
+        found = self._candidates.of(replace(placement, state_slabs=slabs))
+        return found if self._candidates.fits(found) else candidate
+
+    def _fillings(self, lowest: Candidate, widely: bool) -> Iterator[Candidate]:
         """With weights and states first, or with activations that need not be computed again: on the device, or across
-        the link in host memory and on disk. `widely`: from a shallow pipeline as thoroughly as from the deepest."""
+        the link in host memory and on disk."""
         space = self._space
         keeps, may_move = space.keeps, self._request.fixed is None
         if space.policy.must_keep:

@@ -118,7 +118,7 @@ class Start:
             yield self._lowest(update, window, subgroup, slabs, far)
 
     def _subgroups(self) -> Iterator[tuple[int, int]]:
-        most = self._space.policy.state_slabs
+        most = self._space.policy.state_slabs  # more than these come of what memory is left (plan.fill)
         for size, slabs in _LARGE_SUBGROUPS:
             if size * slabs * self._model.update_bytes <= _LARGE_SHARE * self._budget.host_bytes:
                 yield size, min(slabs, most)
