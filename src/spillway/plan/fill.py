@@ -51,25 +51,8 @@ class Filler:
         self._grown: dict[tuple[int, str, str], tuple[Candidate, Candidate]] = {}
 
     def fillings(self, lowest: Candidate, widely: bool = False) -> Iterator[Candidate]:
-        """Ways to fill memory from a start. `widely`: from a shallow pipeline as thoroughly as from the deepest."""
-        return map(self._with_more_slabs, self._fillings(lowest, widely))
-
-    def _with_more_slabs(self, candidate: Candidate) -> Candidate:
-        """Half of the host memory that nothing else could use takes more states on their way: what late updates write
-        then lasts into backward, when the drives have less to do."""
-        placement, left = candidate.placement, self._budget.host_bytes - candidate.peaks.host
-        slab = next((pool.slab_bytes for pool in candidate.pools if pool.name == "state"), 0)
-        if not slab:
-            return candidate
-        slabs = min(placement.state_slabs + left // 2 // slab, self._space.policy.state_slabs)
-        if slabs <= placement.state_slabs:
-            return candidate
-        found = self._candidates.of(replace(placement, state_slabs=slabs))
-        return found if self._candidates.fits(found) else candidate
-
-    def _fillings(self, lowest: Candidate, widely: bool) -> Iterator[Candidate]:
         """With weights and states first, or with activations that need not be computed again: on the device, or across
-        the link in host memory and on disk."""
+        the link in host memory and on disk. `widely`: from a shallow pipeline as thoroughly as from the deepest."""
         space = self._space
         keeps, may_move = space.keeps, self._request.fixed is None
         if space.policy.must_keep:
@@ -106,6 +89,21 @@ class Filler:
             yield self.fill(self._swap(lowest, starts[0]))
             for level in keeps if "device" in space.kept_in else ():
                 yield self.fill(self._swap(self._keep(lowest, "device", level), starts[0]))
+
+    def with_more_slabs(self, candidate: Candidate) -> Candidate:
+        """Half of the host memory that nothing else could use takes more states on their way: what late updates write
+        may then last into backward, when the drives have less to do. The same candidate where there is none."""
+        placement, left = candidate.placement, self._budget.host_bytes - candidate.peaks.host
+        slab = next((pool.slab_bytes for pool in candidate.pools if pool.name == "state"), 0)
+        slabs = min(placement.state_slabs + (left // 2 // slab if slab else 0), self._space.policy.state_slabs)
+        if slabs <= placement.state_slabs:
+            return candidate
+        deferred, visiting = (
+            [index for index, where in enumerate(placement.units) if getattr(where, mark)]
+            for mark in ("defers", "visits")
+        )
+        found = self._candidates.of(replace(placement, state_slabs=slabs), deferred, visiting)
+        return found if self._candidates.fits(found) else candidate
 
     def neighbours(self, placement: Placement) -> Iterator[Candidate]:
         """All that fit and differ in where one unit rests, or in what is kept of one call."""

@@ -170,10 +170,21 @@ class _Search:
     def run(self) -> _Timed:
         """The fastest plan that was found."""
         best = self._find()
-        if not self._is_large:
+        if self._is_large:
+            finalists = [candidate for _, candidate in nsmallest(_FINALISTS, self._timed, key=itemgetter(0))]
+            best = min((self._time_as(candidate, candidate.placement) for candidate in finalists), key=_seconds)
+        return self._with_more_slabs(best)
+
+    def _with_more_slabs(self, best: _Timed) -> _Timed:
+        """That plan with more states on their way, or with that and its updates at another moment, where it gains."""
+        deeper = self._filler.with_more_slabs(best.candidate)
+        if deeper is best.candidate:
             return best
-        finalists = [candidate for _, candidate in nsmallest(_FINALISTS, self._timed, key=itemgetter(0))]
-        return min((self._time_as(candidate, candidate.placement) for candidate in finalists), key=_seconds)
+        others = (
+            found for found in self._in_every_mode(deeper) if found.placement.update != best.plan.placement.update
+        )
+        fastest = min((self._time_as(found, found.placement) for found in (deeper, *others)), key=_seconds)
+        return fastest if fastest.seconds * _CLOSE < best.seconds else best
 
     def _find(self) -> _Timed:
         found: dict[Placement, Candidate] = {}
