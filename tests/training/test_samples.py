@@ -34,8 +34,11 @@ def test_another_tokenizer_is_named_before_what_it_does_to_the_samples(tmp_path:
     assert what_differs(tmp_path, encoded(tmp_path, ["The sea"]), "two") == "the tokenizer is another one"
 
 
-def test_where_nothing_was_remembered_nothing_is_said(tmp_path: Path) -> None:
+def test_where_nothing_was_remembered_or_nothing_differs_nothing_is_said(tmp_path: Path) -> None:
     data = encoded(tmp_path, ["The river"])
+    remember_samples(tmp_path, data, "one")
+    assert what_differs(tmp_path, data, "one") == ""
+    (tmp_path / "samples.json").unlink()
     assert what_differs(tmp_path, data, "one") == ""
     (tmp_path / "samples.json").write_text("[]")
     assert what_differs(tmp_path, data, "one") == ""

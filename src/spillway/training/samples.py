@@ -22,9 +22,11 @@ def what_differs(directory: Path, data: Encoded, tokenizer: str) -> str:
         before, known_tokenizer = list(found["samples"]), found["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    now = data.checksums()
     if known_tokenizer != tokenizer:
         return "the tokenizer is another one"
+    now = data.checksums()
+    if now == before:  # remembered of a start that came after the saved point
+        return ""
     pairs = enumerate(zip(before, now, strict=False))
     first = next((index for index, (old, new) in pairs if old != new), min(len(before), len(now)))
     counts = f"{len(now)} samples, before {len(before)}" if len(now) != len(before) else f"{len(now)} samples"
