@@ -13,6 +13,8 @@ Parts, each within --minutes:
                     peer that keeps fp32 weights, gradients and moments wants 128 GB of host memory or of disk
     ladder          the update modes on disk: serial, overlap-naive, overlap, deferred, auto
     activations     recompute, tape, keep, host, auto
+    swapped         more and more activations moved off the device instead of being computed again (LoHan's curve)
+    streams         1, 2 and 4 micro-batches side by side, of 1, 2 and 8 rows each
     smoke           a tiny model through every worker, for a machine without a GPU too (--device cpu)
 
 Random weights are made on the device: nothing is downloaded. Every case is a fresh process; one that fails or takes too
@@ -45,7 +47,7 @@ from spillway.spec.sizes import format_size, parse_size
 
 WORKERS = Path(__file__).parent / "gpu_workers"
 sys.path.insert(0, str(WORKERS))
-from common import LENGTH, WIDTHS, flops_per_token  # noqa: E402
+from common import LENGTH, SWAPPED, WIDTHS, flops_per_token  # noqa: E402
 
 IDEAL_TARGET = 0.90
 PEER_TARGETS = {"ZeRO-Offload": 2.3, "ZeRO-Infinity": 3.5}
@@ -67,6 +69,7 @@ class Case:
     clip: float | None = 1.0
     layers: int | None = None
     host_memory: str | None = None
+    swapped: int | None = None  # point of the curve of so many activations, of SWAPPED
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -120,10 +123,23 @@ def _kept(shape: str, rows: int, micro: int) -> Iterator[Case]:
         yield Case(activations, "ours", shape, rows, micro, options={"activations": activations})
 
 
+def _swapped(shape: str, rows: int, micro: int) -> Iterator[Case]:
+    for point in range(SWAPPED):
+        yield Case(f"swapped {point} of {SWAPPED - 1}", "ours", shape, rows, micro, swapped=point)
+
+
+def _streams(shape: str, rows: int) -> Iterator[Case]:
+    for micro in (1, 2, 8):
+        for streams in (1, 2, 4):
+            label = f"{micro} rows x {streams} streams"
+            yield Case(label, "ours", shape, rows, micro, options={"streams": streams})
+
+
 def _smoke() -> Iterator[Case]:
     yield from _ideal("tiny", 2)
     yield from _peers("tiny", 4, 2)
     yield from _more_peers("tiny", 4, 2)
+    yield Case("swapped", "ours", "tiny", 4, 2, swapped=SWAPPED - 1)
 
 
 PARTS = {
@@ -137,6 +153,8 @@ PARTS = {
     "more-peers-8b": lambda: list(_more_peers("8b", 64, 8)),
     "ladder": lambda: list(_ladder("1b", 64, 8)),
     "activations": lambda: list(_kept("1b", 64, 8)),
+    "swapped": lambda: list(_swapped("1b", 64, 8)),
+    "streams": lambda: list(_streams("1b", 32)),
     "smoke": lambda: list(_smoke()),
 }
 
@@ -152,7 +170,7 @@ def run(case: Case, seconds: float, given: argparse.Namespace) -> Result:
     asked = {
         "shape": case.shape, "rows": case.rows, "micro": case.micro, "moments": case.moments,
         "master_bits": case.master_bits, "clip": case.clip,
-        "layers": case.layers, "how": case.system, "device": given.device, "store": str(store),
+        "layers": case.layers, "swapped": case.swapped, "how": case.system, "device": given.device, "store": str(store),
         "seconds": 0.6 * seconds, "device_bytes": parse_size(given.device_memory),
         "options": {**memory, **case.options},
     }  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LENGTH = int(os.environ.get("LENGTH", "1024"))
+SWAPPED = 5  # points of the curve of swapped activations
 WIDTHS = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
     "tiny": (64, 128, 3, 4, 2, 512),
     "1b": (2048, 8192, 16, 32, 8, 128256),

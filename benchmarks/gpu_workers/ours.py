@@ -4,12 +4,29 @@ import json
 import sys
 
 import torch
-from common import make_batch, make_model, run
+from common import SWAPPED, make_batch, make_model, run
 
 import spillway
+from spillway import planner
 from spillway.assembly import prepared
+from spillway.plan.check import check
+from spillway.plan.lower import complete
+from spillway.plan.pools import stored_bytes
+from spillway.plan.search import swapped_plans
 
 given = json.loads(sys.argv[1])
+
+
+def plan_that_swaps(profile, hardware, budget, request):
+    """The plan of that point of the curve, in the place of the fastest one."""
+    plans = swapped_plans(profile, hardware, budget, request, SWAPPED)
+    plan = complete(profile, plans[min(given["swapped"], len(plans) - 1)][1])
+    check(plan)
+    return plan
+
+
+if given["swapped"] is not None:
+    planner.make_plan = plan_that_swaps
 model = make_model(given["shape"], given["device"])
 settings = spillway.AdamW(
     lr=1e-5, max_grad_norm=given["clip"], moments=given["moments"], master_bits=given["master_bits"]
@@ -40,6 +57,7 @@ def step(ids):
 run(step, given["rows"], given["shape"], given["device"], given["seconds"])
 schedule = prepared(model).session.engine.schedule
 plan, placement, trace = schedule.plan, schedule.plan.placement, optimizer.last_result.traces[-1]
+kept = zip(schedule.profile.calls, placement.acts, strict=True)
 tiers = {
     part: {tier: [getattr(unit, part) for unit in placement.units].count(tier) for tier in ("device", "host", "disk")}
     for part in ("weights", "states")
@@ -49,6 +67,8 @@ facts = {
     "window": placement.window,
     "kept": sorted({f"{kept.tier}{'+tape' if kept.tape else ''}{'+all' if kept.everything else ''}"
                     for kept in placement.acts}),
+    "streams": placement.streams,
+    "moved_activation_bytes": sum(stored_bytes(call, how) for call, how in kept if how.tier != "device"),
     "deferring": sum(unit.defers for unit in placement.units),
     "visiting": sum(unit.visits for unit in placement.units),
     "predicted_seconds": plan.step_seconds,
