@@ -93,6 +93,7 @@ def prepare(
     weights: str = "auto",
     states: str = "auto",
     policy: str = "auto",
+    streams: int | None = None,
     label_smoothing: float = 0.0,
     param_groups: Iterable[Mapping[str, Any]] = (),
     example: Mapping[str, Any] | None = None,
@@ -108,7 +109,8 @@ def prepare(
     "serial", "overlap-naive", "overlap" or "deferred". `activations`: "auto", "recompute", "tape" (outputs of matrix
     products and attention are kept where they fit), or where all that autograd saves is kept as far as it fits: "keep"
     (on the device), "host" or "disk". `weights`, `states`: "auto", "device", "host" or "disk". `policy`: "auto", or the
-    planner of another system that makes the plan (see `spillway.plan.policies`). `label_smoothing`: of the loss of a
+    planner of another system that makes the plan (see `spillway.plan.policies`). `streams`: how many micro-batches a
+    GPU computes side by side; by default as many as its memory leaves room for. `label_smoothing`: of the loss of a
     transformers model. `param_groups`: as torch.optim takes them ({"params": [...], "lr": 1e-5}), of parameters that
     are not to be trained with the optimizer's own settings; all others are, in groups after these. `example`: keyword
     arguments of the longest batch to come; with it everything is planned and checked now, otherwise at the first
@@ -121,14 +123,31 @@ def prepare(
     Returns the same model, and the optimizer. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
     """
     settings = AdamW() if optimizer is None else optimizer
-    _check(model, settings, micro_batch, gradient_accumulation_steps)
+    _check(model, settings)
+    counts = {
+        "micro_batch": micro_batch,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "streams": streams,
+    }
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise UsageError(f"{name} must be at least 1, not {count}")
     own_groups = named_groups(model, param_groups, settings)
     clipping = Clipping(settings.clip_by, settings.max_grad_norm)
     is_half = any(param.dtype is torch.float16 for param in model.parameters() if param.requires_grad)
     loss_scale = LossScale.of(settings.loss_scale, is_half)
     waits = clipping.waits_for_norm or loss_scale.is_dynamic or settings.may_skip
     request = PlanRequest(
-        update, weights, states, waits, gradient_accumulation_steps, bool(store), keep, activations, policy
+        update,
+        weights,
+        states,
+        waits,
+        gradient_accumulation_steps,
+        bool(store),
+        keep,
+        activations,
+        policy,
+        streams=streams,
     )
     place = Place(store, device, device_memory, host_memory, disk_memory)
     parts = assemble(model, state_format(settings), place, request, micro_batch, resume, label_smoothing)
@@ -185,16 +204,13 @@ def _open(model: nn.Module, example: Mapping[str, Any]) -> None:
         raise
 
 
-def _check(model: nn.Module, settings: Rule, micro_batch: int | None, accumulation: int) -> None:
+def _check(model: nn.Module, settings: Rule) -> None:
     """Raise UsageError for what cannot be prepared."""
     if not isinstance(settings, (AdamW, Lion, SGD)):
         raise UsageError(
             f"the optimizer is a {type(settings).__name__}: give spillway.AdamW(...), spillway.Lion(...) or "
             f"spillway.SGD(...), whose states can rest outside the device"
         )
-    for name, count in (("micro_batch", micro_batch), ("gradient_accumulation_steps", accumulation)):
-        if count is not None and count < 1:
-            raise UsageError(f"{name} must be at least 1, not {count}")
     check_fresh(model)
     if not any(param.requires_grad for param in model.parameters()):
         raise UsageError(

@@ -102,6 +102,44 @@ def test_what_the_user_wants_kept_is_kept_even_where_recomputing_costs_nothing(w
     assert sum(kept.everything or bool(kept.tape) for kept in plan.placement.acts) >= 8
 
 
+def cut(model: ModelProfile, chunks: int) -> ModelProfile:
+    """Each call in so many micro-batches, that take a known part of the device's memory."""
+    calls = (dataclasses.replace(call, chunks=chunks, work_bytes=1 << 26) for call in model.calls)
+    return dataclasses.replace(model, calls=tuple(calls))
+
+
+def test_as_many_micro_batches_run_side_by_side_as_memory_is_left_for() -> None:
+    model, far = cut(profiles.chain(8), 3), {"weights": "host", "states": "host", "activations": "recompute"}
+    one = make_plan(model, profiles.MACHINE, profiles.PLENTY, PlanRequest(**far, streams=1))
+    for room in range(4):
+        device = one.peaks.device + room * (1 << 26)
+        budget = dataclasses.replace(profiles.PLENTY, device_bytes=device)
+        plan = make_plan(model, profiles.MACHINE, budget, PlanRequest(**far))
+        # Streams have memory of their own, beside that of the one they start from.
+        assert plan.placement.streams == (room if room > 1 else 1)
+        assert plan.peaks.device <= device
+        assert plan.step_seconds == one.step_seconds
+        assert plan.ops == one.ops
+    assert make_plan(model, profiles.MACHINE, profiles.PLENTY, PlanRequest(**far)).placement.streams == 3
+    assert make_plan(profiles.chain(8), profiles.MACHINE, profiles.PLENTY, PlanRequest(**far)).placement.streams == 1
+
+
+def test_streams_that_are_asked_for_count_from_the_start() -> None:
+    model, far = cut(profiles.chain(8), 3), {"weights": "host", "states": "host"}
+    one, three = (
+        make_plan(model, profiles.MACHINE, profiles.PLENTY, PlanRequest(**far, activations="recompute", streams=count))
+        for count in (1, 3)
+    )
+    assert three.placement.streams == 3
+    assert three.peaks.device > 4 * (1 << 26) > one.peaks.device
+    short = dataclasses.replace(profiles.PLENTY, device_bytes=1 << 26)
+    with pytest.raises(PlanInfeasible, match="device memory"):
+        make_plan(model, profiles.MACHINE, short, PlanRequest(**far, streams=3))
+    for machine, policy, said in ((profiles.CPU, "auto", "on all its cores"), (profiles.MACHINE, "lohan", "one micro")):
+        with pytest.raises(UsageError, match=said):
+            make_plan(model, machine, profiles.PLENTY, PlanRequest(streams=2, policy=policy))
+
+
 def test_disk_without_a_store_is_refused() -> None:
     with pytest.raises(UsageError, match="states='disk' needs a store"):
         make_plan(profiles.chain(2), profiles.MACHINE, profiles.PLENTY, PlanRequest(states="disk", has_store=False))

@@ -12,10 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spillway.model.operators import class_of
 from spillway.model.profile import CallShape
 from spillway.runtime.calls import flatten_call, run_backward, run_forward
+from spillway.runtime.device import CpuDevice
 from spillway.runtime.tape import Tape
 from spillway.spec.sizes import PAGE
 
 WEIGHT = torch.linspace(-1, 1, 64 * 64).view(64, 64).requires_grad_()
+CPU = CpuDevice()
 INPUT = torch.sin(torch.arange(8 * 32 * 64.0)).view(8, 32, 64)
 
 
@@ -80,7 +82,7 @@ def grads(function: Callable[..., torch.Tensor], tape: Tape | None, slab: bool) 
     shape = CallShape(0, "unit", "FORWARD", *chunks, (0,))
     slot = torch.zeros(PAGE, dtype=torch.uint8)
     device = torch.device("cpu")
-    outputs, _, replay = run_forward(call, shape, tensors, device, slot, None, tape)
+    outputs, _, replay = run_forward(call, shape, tensors, device, CPU.fork(2), slot, None, tape)
     if tape is not None and slab:
         moved = tape.release(PAGE, 1 << 24)
         home = torch.zeros(1 << 24, dtype=torch.uint8)
@@ -90,8 +92,9 @@ def grads(function: Callable[..., torch.Tensor], tape: Tape | None, slab: bool) 
             at += -(-content.numel() // PAGE) * PAGE
             content.fill_(255)  # its memory serves another
         tape.bring_back(home)
+    ones = torch.ones_like(outputs[0])
     with Count() as count:
-        found = run_backward(call, shape, tensors, [True], [torch.ones_like(outputs[0])], replay, tape, device)
+        found = run_backward(call, shape, tensors, [True], [ones], replay, tape, device, CPU.fork(2))
     return [found[0], WEIGHT.grad.clone()], count.seen
 
 

@@ -53,6 +53,7 @@ MORE = {
     "weights": "auto, device, host or disk: where weights rest.",
     "states": "auto, device, host or disk: where optimizer states rest.",
     "policy": "auto, or a planner of the field: lohan, fuyou, stronghold, protrain, zero-infinity, ... (see the docs).",
+    "streams": "Micro-batches a GPU computes side by side. Default: what its memory leaves room for, up to 4.",
     "label_smoothing_factor": "How much of each label is spread over the whole vocabulary.",
     "non_finite": "stop or skip: what a batch does whose loss or gradients are not finite; five in a row always stop.",
     "max_writes": "Stop, saved, when this run has written so much to a drive, e.g. 50TB.",
@@ -86,7 +87,7 @@ def _option(name: str, hint: Any, default: Any, text: str, hidden: bool) -> Call
     if name == "output_dir":
         return click.option("-o", flag, name, required=True, metavar="RUN", **shown)
     kind = {int: int, float: float}.get(hint, str)
-    show_default = default is not None and default != -1
+    show_default = default not in (None, -1) and name != "streams"
     return click.option(flag, name, default=default, type=kind, show_default=show_default, **shown)
 
 

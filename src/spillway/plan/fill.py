@@ -98,12 +98,19 @@ class Filler:
         slabs = min(placement.state_slabs + (left // 2 // slab if slab else 0), self._space.policy.state_slabs)
         if slabs <= placement.state_slabs:
             return candidate
-        deferred, visiting = (
-            [index for index, where in enumerate(placement.units) if getattr(where, mark)]
-            for mark in ("defers", "visits")
-        )
-        found = self._candidates.of(replace(placement, state_slabs=slabs), deferred, visiting)
+        found = self._candidates.of(replace(placement, state_slabs=slabs), *_late_and_visiting(placement))
         return found if self._candidates.fits(found) else candidate
+
+    def with_streams(self, candidate: Candidate) -> Candidate:
+        """With as many micro-batches side by side as the device's memory that is left has room for. A CPU computes each
+        on all its cores."""
+        placement = candidate.placement
+        most = max((call.chunks for call in self._model.calls if call.forks), default=1)
+        for streams in range(1 if self._device_is_host else min(most, self._space.policy.streams), 1, -1):
+            found = self._candidates.of(replace(placement, streams=streams), *_late_and_visiting(placement))
+            if self._candidates.fits(found):
+                return found
+        return candidate
 
     def neighbours(self, placement: Placement) -> Iterator[Candidate]:
         """All that fit and differ in where one unit rests, or in what is kept of one call."""
@@ -251,6 +258,13 @@ class Filler:
         ]
         on_host = sum(size for size, host in sizes if host)
         return on_host >= _WORTHWHILE_SHARE * sum(size for size, _ in sizes)
+
+
+def _late_and_visiting(placement: Placement) -> tuple[list[int], list[int]]:
+    """Units whose updates are left to the next forward, and those made on the device."""
+    units = range(len(placement.units))
+    late = [unit for unit in units if placement.units[unit].defers]
+    return late, [unit for unit in units if placement.units[unit].visits]
 
 
 def _put(values: tuple[Any, ...], number: int, value: object) -> list[Any]:

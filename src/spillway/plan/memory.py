@@ -76,6 +76,19 @@ def working_bytes(model: ModelProfile, call: CallProfile, kept: Kept) -> int:
     return max(call.work_bytes - taken, call.act_bytes)
 
 
+def _work_of_streams(model: ModelProfile, placement: Placement, placed: Placed) -> int:
+    """Device memory that calls need while they compute. An allocator keeps what was freed for the stream it was taken
+    on: room for the largest micro-batch on each, and for the largest call on the one that they start from."""
+    works = [
+        (model.calls[first], working_bytes(model, model.calls[first], placement.acts[first]))
+        for first, _ in placed.calls
+    ]
+    largest = max((work for _, work in works), default=0)
+    if placement.streams == 1:
+        return largest
+    return largest + placement.streams * max((work for call, work in works if call.forks), default=0)
+
+
 def phase_peaks(model: ModelProfile, plan: Plan, shard_bytes: int) -> dict[str, TierPeaks]:
     """Peak bytes per tier of what a run does besides its steps. The host's arena is taken when weights are loaded and
     kept; evaluation needs one unit at a time; a save writes the 16-bit weights beside the store; an export, a process
@@ -113,8 +126,7 @@ def peaks(
         for first, count in placed.calls
     ]
     device = sum(part.device * count for part, count in resting) + model.boundary_bytes
-    works = (working_bytes(model, model.calls[first], placement.acts[first]) for first, _ in placed.calls)
-    work = max(works, default=0)
+    work = _work_of_streams(model, placement, placed)
     on_device = sum(size * count for tier, size, count in stored if tier == "device")
     if device_is_host:
         heap = max((model.calls[first].heap_bytes for first, _ in placed.calls), default=0)

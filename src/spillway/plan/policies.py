@@ -14,7 +14,7 @@ from spillway.spec.plan import TIERS
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What may be chosen. Tiers and modes in any order; `window` and `state_slabs` are the most there may be."""
+    """What may be chosen. Tiers and modes in any order; of window, slabs and streams the most there may be."""
 
     name: str
     source: str
@@ -30,11 +30,14 @@ class Policy:
     state_slabs: int = 4
     strides: bool = True  # some updates may run on the device, of states that rest elsewhere
     visits: bool = False  # all of them do
+    streams: int = 1  # micro-batches side by side, at most
     in_turn: bool = False  # transfers and compute one after another
     sees_disk: bool = True  # traffic of the drives counts when activations are chosen
 
 
 _NEAR = ("device", "host")
+# With more of them each has too little memory to be worth it.
+_STREAMS = 4
 _FAR = ("host", "disk")
 
 
@@ -48,7 +51,7 @@ def _zero(name: str, source: str, weights: str, states: str, grads: str, inputs:
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("auto", "Spillway", state_slabs=64),
+        Policy("auto", "Spillway", state_slabs=64, streams=_STREAMS),
         _zero("zero-offload", "LoHan V-A: states in host memory, inputs of blocks swapped there, update after backward",
               "host", "host", "host", "host"),
         _zero("zero-infinity", "LoHan III-B, Fuyou 2.2: states on disk, inputs of blocks in host memory only",
@@ -74,7 +77,8 @@ POLICIES = {
                weights=("disk",), states=("disk",), grads=_FAR, inputs=_FAR, kept_in=_FAR, updates=("overlap",),
                strides=False),
         Policy("stronghold", "STRONGHOLD: a window over states in host memory, updated within backward",
-               weights=_NEAR, states=_NEAR, grads=_NEAR, inputs=_NEAR, keeps=(), updates=("overlap",), strides=False),
+               weights=_NEAR, states=_NEAR, grads=_NEAR, inputs=_NEAR, keeps=(), updates=("overlap",), strides=False,
+               streams=_STREAMS),
         Policy("protrain", "ProTrain: persistent chunks, buffers, swapped and checkpointed blocks",
                weights=_NEAR, states=_NEAR, grads=_NEAR, inputs=_NEAR, keeps=("everything",), kept_in=_NEAR,
                updates=("overlap",), strides=False),

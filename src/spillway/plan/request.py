@@ -22,6 +22,7 @@ class PlanRequest:
     policy: str = "auto"  # one of POLICIES
     tapes: bool = True  # not where blocks are compiled, whose operators nobody sees
     goes_on: bool = False  # from a saved point, which must stay until there is another
+    streams: int | None = None  # micro-batches of a call at a time; None leaves that to the planner
     fixed: Placement | None = None  # units already rest where it says: only the step is planned
 
 
@@ -59,6 +60,10 @@ def space_of(request: PlanRequest) -> Space:
     states = _tiers("states", request.states, policy.states, policy, request.has_store)
     if request.states == "device" and request.weights not in ("auto", "device"):
         raise UsageError(f"states='device' needs the weights there too, not weights='{request.weights}'")
+    if request.streams is not None and request.streams > 1 and policy.streams == 1:
+        raise UsageError(
+            f"policy '{policy.name}' computes one micro-batch after another, not streams={request.streams}"
+        )
     wanted, keeps, kept_in = request.activations, policy.keeps, policy.kept_in
     if wanted not in ACTIVATIONS:
         raise UsageError(f"activations='{wanted}' is not one of {', '.join(ACTIVATIONS)}")

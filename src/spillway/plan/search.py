@@ -90,6 +90,8 @@ def _may_save_nothing(request: PlanRequest) -> bool:
 
 def _make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> Plan:
     space = space_of(request)
+    if request.streams is not None and request.streams > 1 and hardware.device == "cpu":
+        raise UsageError("a CPU computes each micro-batch on all its cores: leave streams out, which are a GPU's")
     if not model.calls:
         budget = _before_calls_are_known(model, hardware, budget)
     best = _Search(model, hardware, budget, request, space).run()
@@ -173,7 +175,7 @@ class _Search:
         if self._is_large:
             finalists = [candidate for _, candidate in nsmallest(_FINALISTS, self._timed, key=itemgetter(0))]
             best = min((self._time_as(candidate, candidate.placement) for candidate in finalists), key=_seconds)
-        return self._with_more_slabs(best)
+        return self._with_streams(self._with_more_slabs(best))
 
     def _with_more_slabs(self, best: _Timed) -> _Timed:
         """That plan with more states on their way, or with that and its updates at another moment, where it is as fast:
@@ -186,6 +188,15 @@ class _Search:
         )
         fastest = min((self._time_as(found, found.placement) for found in (deeper, *others)), key=_seconds)
         return fastest if fastest.seconds <= best.seconds else best
+
+    def _with_streams(self, best: _Timed) -> _Timed:
+        """That plan with as many micro-batches side by side as the memory that is left has room for (STRONGHOLD). The
+        simulation gives nothing for it: what it gains, the kernels of small micro-batches leave idle."""
+        if self._request.streams is not None:
+            return best
+        candidate = self._filler.with_streams(best.candidate)
+        plan = replace(best.plan, placement=replace(best.plan.placement, streams=candidate.placement.streams))
+        return replace(best, candidate=candidate, plan=plan)
 
     def _find(self) -> _Timed:
         found: dict[Placement, Candidate] = {}

@@ -137,7 +137,8 @@ class Start:
         turns = space.policy.in_turn
         clip, times = request.clip, request.accumulation
         keep = request.keep if request.fixed is None else request.fixed.keep
-        return Placement(units, acts, update, clip, times, window, slabs, subgroup, turns, keep=keep)
+        streams = request.streams or 1
+        return Placement(units, acts, update, clip, times, window, slabs, subgroup, turns, keep=keep, streams=streams)
 
     def _lowest_units(self, update: str) -> Iterator[UnitPlacement]:
         space, request = self._space, self._request

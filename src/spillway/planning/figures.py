@@ -50,6 +50,7 @@ def figures(question: Question, plan: Plan) -> PlanReport:
         bottleneck=plan.bottleneck,
         busy_share={lane: busy / trace.seconds for lane, busy in trace.busy_s().items()},
         update=plan.placement.update,
+        streams=plan.placement.streams,
         placement={
             part: _count([getattr(where, part) for where in plan.placement.units]) for part in ("weights", "states")
         },
@@ -88,7 +89,7 @@ def _known(question: Question) -> PlanReport:
         TierPeaks(0, 0, 0),
         options.per_device_train_batch_size * options.gradient_accumulation_steps,
         options.per_device_train_batch_size,
-        options.policy,
+        policy=options.policy,
         run_steps=question.steps,
     )
 

@@ -168,6 +168,7 @@ class Question:
             KeepPoints(options.save_total_limit, options.save_total_limit > 0),
             options.activations,
             options.policy,
+            streams=options.streams or None,
         )
 
 

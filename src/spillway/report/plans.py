@@ -27,7 +27,8 @@ def print_report(console: Console, report: PlanReport) -> None:
         if phase != "step"
     )
     table.add_row("device, host, disk besides steps", "; ".join(others))
-    table.add_row("batch", f"{report.rows} rows, {report.micro_rows} at a time inside each unit")
+    beside = f", {report.streams} times so many side by side" if report.streams > 1 else ""
+    table.add_row("batch", f"{report.rows} rows, {report.micro_rows} at a time inside each unit{beside}")
     for part, tiers in report.placement.items():
         table.add_row(part, ", ".join(f"{count} units on {tier}" for tier, count in tiers.items()))
     table.add_row("backward needs", ", ".join(f"{count} x {how}" for how, count in report.activations.items()))

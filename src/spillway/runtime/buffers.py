@@ -17,10 +17,14 @@ class BufferGuard:
         self._changes: dict[tuple[str, bool], bool] = {}
         self._before: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # per call: buffers and their contents
 
+    def changes(self, unit: Unit) -> bool:
+        """Whether the unit's forward changes them, as far as is known."""
+        return self._changes.get(_key(unit), True)
+
     @contextmanager
     def first_time(self, unit: Unit, call: int) -> Iterator[None]:
         """The forward of a call, whose changes stay."""
-        key = (unit.name, any(module.training for _, module in unit.members))
+        key = _key(unit)
         if not self._changes.get(key, True):
             yield
             return
@@ -47,6 +51,10 @@ def all_buffers_kept(model: nn.Module) -> Iterator[None]:
     """Undo what happens to the model's buffers inside."""
     with _kept(list(model.buffers())):
         yield
+
+
+def _key(unit: Unit) -> tuple[str, bool]:
+    return unit.name, any(module.training for _, module in unit.members)
 
 
 def _buffers(unit: Unit) -> list[torch.Tensor]:

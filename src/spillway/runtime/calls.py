@@ -9,7 +9,8 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.profile import CallShape, UnitCall
-from spillway.runtime.graph import Graph, Root, bypass
+from spillway.runtime.device import Beside
+from spillway.runtime.graph import Graph, Like, Root, bypass
 from spillway.runtime.tape import Tape
 from spillway.spec.errors import UsageError, invariant
 
@@ -149,13 +150,14 @@ def run_forward(
     shape: CallShape,
     tensors: list[torch.Tensor],
     device: torch.device,
+    fork: AbstractContextManager[Beside],
     slot: torch.Tensor,
     graph: Graph | None,
     tape: Tape | None,
 ) -> tuple[list[Any], TreeSpec, Replay]:
     """The call's result, flattened and detached, with gradients enabled inside so that the same kernels run as in
     backward (attention picks its own by whether a gradient is needed), and nothing kept but what `graph` or `tape`
-    takes.
+    takes. `fork`: where micro-batches may run beside each other.
     `slot`: where the unit's parameters lie; what is a view of it is copied.
 
     Raises UsageError where the unit changes an input in place: it could not be computed again.
@@ -165,19 +167,21 @@ def run_forward(
     pack, unpack = (_drop, refuse) if graph is None else (graph.pack, graph.unpack)
     versions = [tensor._version for tensor in tensors]
     spec: TreeSpec | None = None
-    for piece in pieces(call, shape, tensors):
-        rng.append(rng_state(device))
-        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in piece]
-        for tensor in inputs:
-            if tensor.requires_grad:
-                tensor.register_hook(refuse if graph is None else graph.refuse_bypass)
-        taping = nullcontext() if tape is None else tape.record()
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack), taping:
-            outputs, spec = call.run(inputs)
-        if graph is not None:
-            graph.note(inputs, _own(outputs, inputs))
-        parts.append([_settled(output, inputs, slot) for output in outputs])
-        del inputs, outputs
+    with fork as beside:
+        for index, piece in enumerate(pieces(call, shape, tensors)):
+            rng.append(rng_state(device))
+            inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in piece]
+            for tensor in inputs:
+                if tensor.requires_grad:
+                    tensor.register_hook(refuse if graph is None else graph.refuse_bypass)
+            taping = nullcontext() if tape is None else tape.record()
+            saving = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+            with beside(index), torch.enable_grad(), saving, taping:
+                outputs, spec = call.run(inputs)
+                if graph is not None:
+                    graph.note(inputs, _own(outputs, inputs))
+                parts.append([_settled(output, inputs, slot) for output in outputs])
+            del inputs, outputs
     if versions != [tensor._version for tensor in tensors]:
         raise UsageError(
             f"{call.name} changes one of its inputs in place, so backward could not compute it again: let it work on a "
@@ -234,36 +238,84 @@ def run_backward(
     replay: Replay,
     tape: Tape | None,
     device: torch.device,
+    fork: AbstractContextManager[Beside],
 ) -> list[torch.Tensor | None]:
     """Recompute each micro-batch, but for what is on the tape, and differentiate it. Parameter gradients are summed
     where the bound leaves point; returned are the gradients of the tensors. `grads`: one per tensor output that is no
     input, in flattened order."""
-    found: list[torch.Tensor | None] = [None] * len(tensors)
-    shapes = [tensor.shape for tensor in tensors]
-    with rng_kept(device):
+    likes = [Like.of(tensor, need) for tensor, need in zip(tensors, needs_grad, strict=True)]
+    found = InputGradients(call, shape, likes)
+    with rng_kept(device), fork as beside:
         for index, piece in enumerate(pieces(call, shape, tensors)):
             set_rng_state(device, replay.rng[index])
             inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(piece, needs_grad, strict=True)]
-            with torch.enable_grad(), replay.autocast():
+            with beside(index), torch.enable_grad(), replay.autocast():
                 with nullcontext() if tape is None else tape.replay(index):
                     outputs, _ = call.run(inputs)
                 _differentiate([Root.of(out) for out in _own(outputs, inputs)], grads, shape, index)
-            _collect_all(found, inputs, shapes, call, shape, index)
+                found.take(inputs, index)
             del inputs, outputs
-    return found
+    return found.all()
 
 
 def run_kept_backward(
-    call: FlatCall, shape: CallShape, grads: list[torch.Tensor | None], graph: Graph
+    call: FlatCall,
+    shape: CallShape,
+    grads: list[torch.Tensor | None],
+    graph: Graph,
+    fork: AbstractContextManager[Beside],
 ) -> list[torch.Tensor | None]:
     """As `run_backward`, with what the forward kept; `graph` is back."""
-    found: list[torch.Tensor | None] = [None] * len(graph.shapes)
-    for index in range(shape.chunks):
-        inputs, roots = graph.take(index)
-        _differentiate(roots, grads, shape, index)
-        _collect_all(found, inputs, graph.shapes, call, shape, index)
-        del inputs, roots
-    return found
+    found = InputGradients(call, shape, graph.likes)
+    with fork as beside:
+        for index in range(shape.chunks):
+            inputs, roots = graph.take(index)
+            with beside(index):
+                _differentiate(roots, grads, shape, index)
+                found.take(inputs, index)
+            del inputs, roots
+    return found.all()
+
+
+class InputGradients:
+    """Gradients of a call's inputs, from those of its micro-batches. Memory that several of these write to is taken
+    before they are computed, and what is summed over them is summed afterwards: they may run beside each other."""
+
+    def __init__(self, call: FlatCall, shape: CallShape, inputs: list[Like]) -> None:
+        self._shape = shape
+        self._parts: list[dict[int, torch.Tensor]] = [{} for _ in inputs]  # micro-batch -> its gradient
+        self._whole: dict[int, torch.Tensor] = {}
+        if shape.chunks > 1:
+            for place, (hole, like) in enumerate(zip(call.holes, inputs, strict=True)):
+                if hole in shape.cut_inputs and like.needed:
+                    self._whole[place] = like.empty()
+
+    def take(self, inputs: list[torch.Tensor], index: int) -> None:
+        """What a micro-batch found."""
+        for place, tensor in enumerate(inputs):
+            if tensor.grad is not None:
+                cut = place in self._whole
+                part = self._rows(place, index).copy_(tensor.grad) if cut else tensor.grad
+                self._parts[place][index] = part
+
+    def all(self) -> list[torch.Tensor | None]:
+        """Of every input; None where none was found."""
+        return [self._of(place, parts) for place, parts in enumerate(self._parts)]
+
+    def _of(self, place: int, parts: dict[int, torch.Tensor]) -> torch.Tensor | None:
+        if not parts:
+            return None
+        if place not in self._whole:
+            first, *others = parts.values()
+            for part in others:
+                first.add_(part)
+            return first
+        for index in set(range(self._shape.chunks)) - set(parts):
+            self._rows(place, index).zero_()
+        return self._whole[place]
+
+    def _rows(self, place: int, index: int) -> torch.Tensor:
+        return _rows(self._whole[place], self._shape, index)
 
 
 def _own(outputs: list[Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -282,20 +334,6 @@ def _differentiate(roots: list[Root], grads: list[torch.Tensor | None], shape: C
         torch.autograd.backward([edge for edge, _ in wanted], [grad for _, grad in wanted])
 
 
-def _collect_all(
-    found: list[torch.Tensor | None],
-    inputs: list[torch.Tensor],
-    shapes: list[torch.Size],
-    call: FlatCall,
-    shape: CallShape,
-    index: int,
-) -> None:
-    for place, tensor in enumerate(inputs):
-        if tensor.grad is not None:
-            cut = call.holes[place] in shape.cut_inputs
-            found[place] = _collect(found[place], tensor.grad, shapes[place], shape, cut, index)
-
-
 def _grad_piece(grad: torch.Tensor | None, output: torch.Size, shape: CallShape, index: int) -> torch.Tensor | None:
     """The gradient of this micro-batch's output. Of an output that is the same for every micro-batch, the first one
     carries the whole gradient."""
@@ -305,17 +343,3 @@ def _grad_piece(grad: torch.Tensor | None, output: torch.Size, shape: CallShape,
         return grad if index == 0 else None
     start = index * shape.chunk_rows
     return grad.narrow(0, start, output[0])
-
-
-def _collect(
-    whole: torch.Tensor | None, part: torch.Tensor, size: torch.Size, shape: CallShape, cut: bool, index: int
-) -> torch.Tensor:
-    if shape.chunks == 1:
-        return part
-    if not cut:
-        return part if whole is None else whole.add_(part)
-    if whole is None:
-        whole = torch.empty(size, dtype=part.dtype, device=part.device)
-    start = index * shape.chunk_rows
-    whole.narrow(0, start, part.shape[0]).copy_(part)
-    return whole

@@ -12,6 +12,9 @@ import torch
 from spillway.spec.errors import UsageError
 from spillway.spec.sizes import PAGE, format_size
 
+# Given the number of a micro-batch: the context to compute it in.
+Beside = Callable[[int], AbstractContextManager[None]]
+
 
 class Device(Protocol):
     """Where units compute. Events are opaque: made by `mark`, awaited by `settle` and `wait`."""
@@ -39,6 +42,10 @@ class Device(Protocol):
 
     def wait(self, events: list[object]) -> None:
         """Let compute submitted from now on wait for the events."""
+
+    def fork(self, count: int) -> AbstractContextManager[Beside]:
+        """Micro-batches that are computed inside may run beside each other, so many at a time: all of them after what
+        was submitted before, and before what is submitted afterwards. What one makes, another must not touch inside."""
 
     def seconds_between(self, first: object, second: object) -> float | None:
         """Between two events that have passed; None where compute is over when its call returns."""
@@ -93,6 +100,10 @@ class CpuDevice:
     def wait(self, events: list[object]) -> None:
         """Nothing to wait for."""
 
+    def fork(self, count: int) -> AbstractContextManager[Beside]:
+        """One after another, each on all cores."""
+        return nullcontext(_in_turn)
+
     def seconds_between(self, first: object, second: object) -> float | None:
         """The caller's clock tells."""
         return None
@@ -111,6 +122,10 @@ class CpuDevice:
             _malloc_trim(0)
 
 
+def _in_turn(_: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 # Of a ring that copies go through where the buffer itself cannot be pinned; two chunks, so that the processor fills one
 # while the link takes the other.
 _CHUNK_BYTES = 16 << 20
@@ -127,6 +142,7 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
         self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in _STREAM_LANES}
+        self._beside: list[torch.cuda.Stream] = []
         self._pinned: dict[int, int] = {}  # address -> bytes
         self._rings: dict[str, list[torch.Tensor]] = {}
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -240,6 +256,26 @@ class CudaDevice:
         for event in events:
             torch.cuda.current_stream(self.torch_device).wait_event(event)  # type: ignore[arg-type]
 
+    @contextmanager
+    def fork(self, count: int) -> Iterator[Beside]:
+        """A stream for each of so many micro-batches, which wait for the user's stream and which it then waits for
+        (STRONGHOLD, multi-stream execution). Memory that is freed on a stream serves that stream again, after the next
+        fork: by then the user's stream is done with it."""
+        if count == 1:
+            yield _in_turn
+            return
+        while len(self._beside) < count:
+            _let_streams_differ()
+            self._beside.append(torch.cuda.Stream(self.torch_device))
+        streams, user = self._beside[:count], torch.cuda.current_stream(self.torch_device)
+        for stream in streams:
+            stream.wait_stream(user)
+        try:
+            yield lambda number: torch.cuda.stream(streams[number % count])
+        finally:
+            for stream in streams:
+                user.wait_stream(stream)
+
     def seconds_between(self, first: object, second: object) -> float | None:
         """By the device's clock."""
         second.synchronize()  # type: ignore[attr-defined]
@@ -258,6 +294,14 @@ class CudaDevice:
 
     def trim(self) -> None:
         """Nothing that computes is in host memory."""
+
+
+def _let_streams_differ() -> None:
+    """Gradients of weights are summed on one stream and found on several, as is meant: PyTorch (since 2.10) would warn
+    of what that costs captured graphs."""
+    warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if warn is not None:
+        warn(False)
 
 
 def _pass(stream: torch.cuda.Stream) -> None:

@@ -35,6 +35,25 @@ class Root:
 
 
 @dataclass(frozen=True, slots=True)
+class Like:
+    """What the gradient of an input looks like, and whether there may be one."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    needed: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, needed: bool) -> "Like":
+        """Of this one."""
+        return cls(tensor.shape, tensor.dtype, tensor.device, needed)
+
+    def empty(self) -> torch.Tensor:
+        """Memory for it."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
 class _Place:
     """All that is kept of a tensor whose bytes are elsewhere: which storage (or the slot), and where in it."""
 
@@ -64,7 +83,7 @@ class Graph:
     ) -> None:
         self.name = name
         self._is_back = False
-        self.shapes = [tensor.shape for tensor in inputs]
+        self.likes = [Like.of(tensor, tensor.requires_grad) for tensor in inputs]
         self._moves = moves
         self._leaves = leaves
         self._device = slot.device

@@ -36,7 +36,7 @@ from spillway.spec.plan import Plan
 _REMEMBERED = 128
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Schedule:
     """The plan for batches of one shape."""
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -90,6 +91,7 @@ class Session:
         self._in_backward = False
         self._in_forward = False
         self._buffers = BufferGuard()
+        self._computed: WeakSet[Schedule] = WeakSet()  # those that a whole forward was computed by
         self._activations: Activations | None = None  # of the forward under way
         self.forward_only = ForwardOnly()
         self._experts = RoutedExperts(units, store)
@@ -143,6 +145,8 @@ class Session:
             self._begin_forward_only(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._in_forward and output is not None:
+            self._computed.add(self.engine.in_force)
         self._in_forward = False
         if not torch.is_grad_enabled() and not self._in_step:
             if not self._experts.are_picked:
@@ -310,6 +314,14 @@ class Session:
     def shape(self, index: int) -> CallShape:
         """How to run a call."""
         return self.engine.in_force.shapes[index]
+
+    def streams(self, index: int) -> int:
+        """How many micro-batches of a call are computed at a time: as the plan says, but one after another where they
+        change buffers, and the first time, when modules make what they keep (tables of positions)."""
+        schedule = self.engine.in_force
+        call = schedule.profile.calls[index]
+        may_fork = call.forks and schedule in self._computed and not self._buffers.changes(self.units[call.unit])
+        return schedule.plan.placement.streams if may_fork else 1
 
     @contextmanager
     def forward_of(self, index: int) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:

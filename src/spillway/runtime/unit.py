@@ -106,8 +106,9 @@ def _run_frozen(session: "Session", index: int, call: FlatCall, tensors: list[to
             f"let the first batch have all that is trained"
         )
     shape, device = session.shape(index), session.device.torch_device
+    fork = session.device.fork(session.streams(index))
     with session.forward_of(index) as (slot, _):
-        found, spec, _ = run_forward(call, shape, tensors, device, slot, None, None)
+        found, spec, _ = run_forward(call, shape, tensors, device, fork, slot, None, None)
     return tree_unflatten([tensors[leaf.index] if isinstance(leaf, PassedThrough) else leaf for leaf in found], spec)
 
 
@@ -137,7 +138,9 @@ class _UnitFunction(torch.autograd.Function):
             graph = session.activations.new_graph(index, call, marked, slot, weights)
             tape = session.activations.new_tape(index)
             device = session.device.torch_device
-            leaves, box["spec"], replay = run_forward(call, shape, marked, device, slot, graph, tape)
+            streams = session.streams(index)
+            fork = session.device.fork(streams)
+            leaves, box["spec"], replay = run_forward(call, shape, marked, device, fork, slot, graph, tape)
             if graph is None:
                 kept = session.activations.keep_inputs(index, call, list(tensors), tape)
             else:
@@ -147,7 +150,7 @@ class _UnitFunction(torch.autograd.Function):
         box["leaves"] = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))
         ctx.set_materialize_grads(False)
-        ctx.step = (session, session.step_number, index, call, replay, graph, tape, kept, needs_grad)
+        ctx.step = (session, session.step_number, index, call, replay, graph, tape, kept, needs_grad, streams)
         return outputs
 
     @staticmethod
@@ -158,16 +161,17 @@ class _UnitFunction(torch.autograd.Function):
                 "backward ran a second time over one forward (retain_graph=True?), whose activations were given back: "
                 "add the losses up and call backward once"
             )
-        session, step_number, index, call, replay, graph, tape, kept, needs_grad = ctx.step
+        session, step_number, index, call, replay, graph, tape, kept, needs_grad, streams = ctx.step
         session.check_current(step_number)
         shape, device = session.shape(index), session.device.torch_device
+        fork = session.device.fork(streams)
         with session.backward_of(index) as (slot, gradients):
             if graph is not None:
                 graph.bring_back(slot, gradients, session.activations.back(index))
-                found = run_kept_backward(call, shape, list(grads), graph)
+                found = run_kept_backward(call, shape, list(grads), graph, fork)
                 graph.close()
             else:
                 tensors = session.activations.bring_inputs(index, call, kept, tape)
-                found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, tape, device)
+                found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, tape, device, fork)
         ctx.step = None
         return (None, None, None, None, None, *found)

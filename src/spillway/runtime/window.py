@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from spillway.model.binding import bind
 from spillway.model.units import Unit
@@ -30,6 +31,7 @@ class Gradients:
         self._views = {place.name: unit.layout.view(place, slot) for place in unit.layout.places if place.trainable}
         self._missing = set(self._views) if is_fresh else set()
         self._gaps = unit.layout.grad_gaps if is_fresh else []
+        self._sums: list[GradientEdge] = []
 
     def start_at_zero(self) -> None:
         """Every gradient is added, the first one as well: for calls that do so piece by piece."""
@@ -38,7 +40,11 @@ class Gradients:
         self._missing.clear()
 
     def collect(self, name: str, leaf: torch.Tensor) -> None:
-        """Take the gradients that autograd finds for this leaf, the parameter of that name."""
+        """Take the gradients that autograd finds for this leaf, the parameter of that name. Autograd sums them where
+        (on a GPU: on which stream) the node that does so was made. It is kept, so that micro-batches which compute
+        beside each other have one and the same."""
+        if leaf.requires_grad:
+            self._sums.append(get_gradient_edge(leaf))
         leaf.grad = None if name in self._missing else self._views.get(name)
         if name in self._missing:
             leaf.register_post_accumulate_grad_hook(lambda found: self._take_first(name, found))

@@ -28,6 +28,7 @@ class PlanReport:
     peaks: TierPeaks
     rows: int = 0  # a step
     micro_rows: int = 0  # computed at a time inside a unit
+    streams: int = 1  # micro-batches of these rows side by side
     policy: str = "auto"
     phases: dict[str, TierPeaks] = field(default_factory=dict)  # load, step, evaluation, save, export
     step_seconds: float = 0.0

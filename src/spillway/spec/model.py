@@ -66,6 +66,11 @@ class CallProfile:
     differentiated: bool = True  # not where all is frozen before it and in it: then it has no backward
 
     @property
+    def forks(self) -> bool:
+        """Whether its micro-batches may be computed side by side. Pieces of a loss are there to be few at a time."""
+        return self.chunks > 1 and self.kind != "LOSS"
+
+    @property
     def saved_room(self) -> int:
         """Bytes of all that autograd saves, each tensor at a whole page."""
         return self.saved_bytes // PAGE * PAGE + PAGE * (self.saved_count + 1) * self.chunks

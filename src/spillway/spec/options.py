@@ -74,6 +74,7 @@ class TrainOptions:
     weights: str = "auto"
     states: str = "auto"
     policy: str = "auto"
+    streams: int = 0
     label_smoothing_factor: float = 0.0
     non_finite: str = "stop"
     max_writes: str | None = None
@@ -108,6 +109,7 @@ class TrainOptions:
             "weights": self.weights,
             "states": self.states,
             "policy": self.policy,
+            "streams": self.streams or None,
             "label_smoothing": self.label_smoothing_factor,
         }
 
@@ -118,6 +120,8 @@ class TrainOptions:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
+        if self.streams < 0:
+            raise UsageError(f"--streams must be at least 1, or left out for the planner to choose, not {self.streams}")
         if self.save_total_limit < 0:
             raise UsageError(f"--save-total-limit must be at least 0, not {self.save_total_limit}")
         if self.max_steps == 0 or self.max_steps < -1:

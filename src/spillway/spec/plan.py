@@ -118,6 +118,7 @@ class Placement:
     in_turn: bool = False  # every operation waits for the one before it: nothing overlaps
     grad_slots: int = 2  # so that a download overlaps the next backward; 1 where there is no room
     keep: KeepPoints = LAST_POINT
+    streams: int = 1  # micro-batches of a call that the device computes side by side
 
     @property
     def overlaps(self) -> bool:
