@@ -104,15 +104,17 @@ def test_what_the_user_wants_kept_is_kept_even_where_recomputing_costs_nothing(w
 
 def cut(model: ModelProfile, chunks: int) -> ModelProfile:
     """Each call in so many micro-batches, that take a known part of the device's memory."""
-    calls = (dataclasses.replace(call, chunks=chunks, work_bytes=1 << 26) for call in model.calls)
+    calls = (dataclasses.replace(call, chunks=chunks, work_bytes=1 << 26, forks=True) for call in model.calls)
     return dataclasses.replace(model, calls=tuple(calls))
 
 
 def test_as_many_micro_batches_run_side_by_side_as_memory_is_left_for() -> None:
     model, far = cut(profiles.chain(8), 3), {"weights": "host", "states": "host", "activations": "recompute"}
     one = make_plan(model, profiles.MACHINE, profiles.PLENTY, PlanRequest(**far, streams=1))
+    # Its work, workspaces, and the gradients of a unit.
+    stream = 2 * (1 << 26) + max(unit.grad_bytes for unit in model.units)
     for room in range(4):
-        device = one.peaks.device + room * (1 << 26)
+        device = one.peaks.device + room * stream
         budget = dataclasses.replace(profiles.PLENTY, device_bytes=device)
         plan = make_plan(model, profiles.MACHINE, budget, PlanRequest(**far))
         # Streams have memory of their own, beside that of the one they start from.

@@ -1,8 +1,11 @@
 """A plan per shape of batch, made once, and not kept for ever."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import models
 import spillway
@@ -21,4 +24,72 @@ def test_of_many_lengths_those_asked_for_last_are_remembered(tmp_path: Path, mon
     session.schedules.of((), batches[7])
     assert all(session.schedules.of((), batches[length]) is made[length] for length in (6, 4))
     assert session.schedules.of((), batches[5]) is not made[5]
+    close(model)
+
+
+@cache
+def kept_outside(length: int) -> torch.Tensor:
+    return torch.arange(float(length))[:, None]
+
+
+class Tables(nn.Module):
+    """A block that makes a table of positions when it first needs one, and keeps it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.how = how
+        self.table: torch.Tensor | None = None
+        self.tables: dict[int, torch.Tensor] = {}
+        self.calls = 0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        length = rows.shape[1]
+        if self.how == "attribute" and self.table is None:
+            self.table = kept_outside.__wrapped__(length)
+        if self.how == "buffer" and "made" not in dict(self.named_buffers()):
+            self.register_buffer("made", kept_outside.__wrapped__(length), persistent=False)
+        if self.how == "dict" and length not in self.tables:
+            self.tables[length] = kept_outside.__wrapped__(length)
+        found = {"attribute": self.table, "dict": self.tables.get(length)}.get(self.how)
+        found = self.made if self.how == "buffer" else found
+        return rows * self.weight * (kept_outside(length) if found is None else found)
+
+
+class Positions(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Tables(how) for _ in range(2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            rows = block(rows) + rows
+        return rows.square().mean()
+
+
+@pytest.mark.parametrize("how", ("attribute", "dict", "buffer"))
+def test_what_modules_make_and_keep_is_made_by_a_real_forward_not_by_the_one_that_is_planned_with(how: str) -> None:
+    plain, rows = Positions(how), torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))
+    expected = plain(rows).item()
+    model, optimizer = spillway.prepare(Positions(how), spillway.AdamW(lr=1e-3), device="cpu", micro_batch=2)
+    loss = model(rows)
+    assert type(loss) is torch.Tensor and loss.item() == pytest.approx(expected, rel=1e-6)
+    assert model.blocks[0].calls == 2  # micro-batches
+    loss.backward()
+    optimizer.step()
+    close(model)
+
+
+def test_what_is_kept_elsewhere_is_refused_and_may_be_made_before() -> None:
+    rows = torch.randn(4, 5, 8)
+    model, _ = spillway.prepare(Positions("outside"), spillway.AdamW(lr=1e-3), device="cpu")
+    with pytest.raises(spillway.UsageError, match=r"make it in __init__, or by a forward before prepare"):
+        model(rows)
+    close(model)
+    kept_outside.cache_clear()
+    again = Positions("outside")
+    expected = again(rows).item()
+    model, _ = spillway.prepare(again, spillway.AdamW(lr=1e-3), device="cpu")
+    assert model(rows).item() == pytest.approx(expected, rel=1e-6)
     close(model)

@@ -81,8 +81,7 @@ def grads(function: Callable[..., torch.Tensor], tape: Tape | None, slab: bool) 
     chunks = (2, 4, frozenset([0]), frozenset([0])) if function is not viewed else (1, 0, none, none)
     shape = CallShape(0, "unit", "FORWARD", *chunks, (0,))
     slot = torch.zeros(PAGE, dtype=torch.uint8)
-    device = torch.device("cpu")
-    outputs, _, replay = run_forward(call, shape, tensors, device, CPU.fork(2), slot, None, tape)
+    outputs, _, replay = run_forward(call, shape, tensors, CPU, 2, slot, None, tape)
     if tape is not None and slab:
         moved = tape.release(PAGE, 1 << 24)
         home = torch.zeros(1 << 24, dtype=torch.uint8)
@@ -94,7 +93,7 @@ def grads(function: Callable[..., torch.Tensor], tape: Tape | None, slab: bool) 
         tape.bring_back(home)
     ones = torch.ones_like(outputs[0])
     with Count() as count:
-        found = run_backward(call, shape, tensors, [True], [ones], replay, tape, device, CPU.fork(2))
+        found = run_backward(call, shape, tensors, [True], [ones], replay, tape, CPU, 2)
     return [found[0], WEIGHT.grad.clone()], count.seen
 
 

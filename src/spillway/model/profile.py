@@ -274,6 +274,7 @@ def model_profile(
             work.peak + _whole(call) if work.peak and shape.chunks > 1 else work.peak,
             work.heap,
             call.differentiated,
+            _forks(call, shape),
         )
         for call, shape, work in zip(calls, shapes, works, strict=True)
     )
@@ -281,6 +282,13 @@ def model_profile(
     update_bytes = max(unit.layout.update_bytes for unit in units)
     known = tuple(map(unit_profile, units))
     return ModelProfile(known, profiles, sum(boundary.values()), resident, tokens, update_bytes)
+
+
+def _forks(call: CallRecord, shape: CallShape) -> bool:
+    """Not pieces of a loss, which are there to be few at a time, nor micro-batches that share an input which needs a
+    gradient: each would add to it."""
+    shared = any(tensor.requires_grad for place, tensor in call.inputs.items() if place not in shape.cut_inputs)
+    return shape.chunks > 1 and shape.kind != "LOSS" and not shared
 
 
 def _whole(call: CallRecord) -> int:

@@ -106,7 +106,9 @@ class Filler:
         on all its cores."""
         placement = candidate.placement
         most = max((call.chunks for call in self._model.calls if call.forks), default=1)
-        for streams in range(1 if self._device_is_host else min(most, self._space.policy.streams), 1, -1):
+        if self._device_is_host or not self._request.tapes:  # compiled blocks may keep memory from call to call
+            return candidate
+        for streams in range(min(most, self._space.policy.streams), 1, -1):
             found = self._candidates.of(replace(placement, streams=streams), *_late_and_visiting(placement))
             if self._candidates.fits(found):
                 return found

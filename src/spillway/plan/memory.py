@@ -13,6 +13,9 @@ _FRAGMENTED = 1.1
 # to 2048 tokens).
 _HEAP_OF_KEPT = 1.4
 
+# Workspaces of matrix products, one for each stream and each thread that computes (forward and backward).
+_STREAM_BYTES = 64 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Residents:
@@ -78,7 +81,8 @@ def working_bytes(model: ModelProfile, call: CallProfile, kept: Kept) -> int:
 
 def _work_of_streams(model: ModelProfile, placement: Placement, placed: Placed) -> int:
     """Device memory that calls need while they compute. An allocator keeps what was freed for the stream it was taken
-    on: room for the largest micro-batch on each, and for the largest call on the one that they start from."""
+    on: room for the largest micro-batch on each, with gradients of weights until they are summed, and for the largest
+    call on the one that they start from."""
     works = [
         (model.calls[first], working_bytes(model, model.calls[first], placement.acts[first]))
         for first, _ in placed.calls
@@ -86,7 +90,8 @@ def _work_of_streams(model: ModelProfile, placement: Placement, placed: Placed) 
     largest = max((work for _, work in works), default=0)
     if placement.streams == 1:
         return largest
-    return largest + placement.streams * max((work for call, work in works if call.forks), default=0)
+    beside = max((work + model.units[call.unit].grad_bytes for call, work in works if call.forks), default=0)
+    return largest + placement.streams * (beside + _STREAM_BYTES)
 
 
 def phase_peaks(model: ModelProfile, plan: Plan, shard_bytes: int) -> dict[str, TierPeaks]:

@@ -40,6 +40,7 @@ class Kinds:
                 call.work_bytes,
                 call.heap_bytes,
                 call.differentiated,
+                call.forks,
             )
             for call in model.calls
         )

@@ -71,6 +71,8 @@ def space_of(request: PlanRequest) -> Space:
         raise UsageError("activations='disk' needs a store: give the path of a directory on a fast drive")
     if wanted == "tape" and not request.tapes:
         raise UsageError("activations='tape' needs blocks that are not compiled: choose 'recompute', 'keep' or 'host'")
+    if not request.tapes and request.streams is not None and request.streams > 1:
+        raise UsageError("streams need blocks that are not compiled: a compiled one may keep memory from call to call")
     if not request.tapes:
         keeps = tuple(level for level in keeps if level != "tape")
     if wanted == "recompute":

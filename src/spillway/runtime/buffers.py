@@ -1,7 +1,9 @@
-"""Buffers that a forward changes, such as running means: changed once a step, not once a computation."""
+"""What modules keep of a forward. Buffers, such as running means, are changed once a step, not once a computation; of
+a forward on tensors without content nothing stays."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,6 +53,48 @@ def all_buffers_kept(model: nn.Module) -> Iterator[None]:
     """Undo what happens to the model's buffers inside."""
     with _kept(list(model.buffers())):
         yield
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Undo what the model's modules keep of a forward inside: in attributes, or in dicts, lists and sets that are
+    attributes."""
+    before = [
+        (vars(module), {name: (value, _content(value)) for name, value in vars(module).items()})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for own, known in before:
+            for name in own.keys() - known.keys():
+                del own[name]
+            for name, (value, content) in known.items():
+                own[name] = value
+                if content is not None and not _is_same(_content(value), content):
+                    _refill(value, content)
+
+
+def _content(value: object) -> list[Any] | None:
+    """Of a container; None for anything else."""
+    if isinstance(value, dict):
+        return [part for item in value.items() for part in item]
+    return list(value) if isinstance(value, (list, set)) else None
+
+
+def _is_same(content: list[Any] | None, before: list[Any]) -> bool:
+    same = content is not None and len(content) == len(before)
+    return same and all(one is other for one, other in zip(content or [], before, strict=True))
+
+
+def _refill(container: Any, content: list[Any]) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        container.update(zip(content[::2], content[1::2], strict=True))
+    elif isinstance(container, set):
+        container.update(content)
+    else:
+        container.extend(content)
 
 
 def _key(unit: Unit) -> tuple[str, bool]:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.profile import CallShape, UnitCall
-from spillway.runtime.device import Beside
+from spillway.runtime.device import Device
 from spillway.runtime.graph import Graph, Like, Root, bypass
 from spillway.runtime.tape import Tape
 from spillway.spec.errors import UsageError, invariant
@@ -49,7 +50,18 @@ def flatten_call(
         leaves[hole] = None
     call = FlatCall(function, spec, tuple(leaves), holes)
     _refuse_hidden(call)
+    _refuse_fakes(call, tensors)
     return call, tensors
+
+
+def _refuse_fakes(call: FlatCall, tensors: list[Any]) -> None:
+    """Raise UsageError for a tensor without content: something kept it while the step was planned."""
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        raise UsageError(
+            f"{call.name} works with a tensor that was made while its step was planned on tensors without content, and "
+            f"kept outside of the model's modules (by functools.cache?): make it in __init__, or by a forward before "
+            f"prepare"
+        )
 
 
 def _refuse_hidden(call: FlatCall) -> None:
@@ -149,15 +161,15 @@ def run_forward(
     call: FlatCall,
     shape: CallShape,
     tensors: list[torch.Tensor],
-    device: torch.device,
-    fork: AbstractContextManager[Beside],
+    device: Device,
+    streams: int,
     slot: torch.Tensor,
     graph: Graph | None,
     tape: Tape | None,
 ) -> tuple[list[Any], TreeSpec, Replay]:
     """The call's result, flattened and detached, with gradients enabled inside so that the same kernels run as in
     backward (attention picks its own by whether a gradient is needed), and nothing kept but what `graph` or `tape`
-    takes. `fork`: where micro-batches may run beside each other.
+    takes. `streams`: how many micro-batches may run beside each other.
     `slot`: where the unit's parameters lie; what is a view of it is copied.
 
     Raises UsageError where the unit changes an input in place: it could not be computed again.
@@ -167,9 +179,9 @@ def run_forward(
     pack, unpack = (_drop, refuse) if graph is None else (graph.pack, graph.unpack)
     versions = [tensor._version for tensor in tensors]
     spec: TreeSpec | None = None
-    with fork as beside:
+    with device.fork(streams) as beside:
         for index, piece in enumerate(pieces(call, shape, tensors)):
-            rng.append(rng_state(device))
+            rng.append(rng_state(device.torch_device))
             inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in piece]
             for tensor in inputs:
                 if tensor.requires_grad:
@@ -178,6 +190,7 @@ def run_forward(
             saving = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
             with beside(index), torch.enable_grad(), saving, taping:
                 outputs, spec = call.run(inputs)
+                _refuse_fakes(call, outputs)
                 if graph is not None:
                     graph.note(inputs, _own(outputs, inputs))
                 parts.append([_settled(output, inputs, slot) for output in outputs])
@@ -188,8 +201,10 @@ def run_forward(
             f"copy"
         )
     invariant(spec is not None, "a call has at least one micro-batch")
+    if streams > 1:
+        device.take_over(output for part in parts for output in part if isinstance(output, torch.Tensor))
     whole = parts[0] if shape.chunks == 1 else _put_together(parts, shape)
-    return whole, spec, Replay(rng, autocast_of(device))
+    return whole, spec, Replay(rng, autocast_of(device.torch_device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,17 +252,17 @@ def run_backward(
     grads: list[torch.Tensor | None],
     replay: Replay,
     tape: Tape | None,
-    device: torch.device,
-    fork: AbstractContextManager[Beside],
+    device: Device,
+    streams: int,
 ) -> list[torch.Tensor | None]:
     """Recompute each micro-batch, but for what is on the tape, and differentiate it. Parameter gradients are summed
     where the bound leaves point; returned are the gradients of the tensors. `grads`: one per tensor output that is no
     input, in flattened order."""
     likes = [Like.of(tensor, need) for tensor, need in zip(tensors, needs_grad, strict=True)]
     found = InputGradients(call, shape, likes)
-    with rng_kept(device), fork as beside:
+    with rng_kept(device.torch_device), device.fork(streams) as beside:
         for index, piece in enumerate(pieces(call, shape, tensors)):
-            set_rng_state(device, replay.rng[index])
+            set_rng_state(device.torch_device, replay.rng[index])
             inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(piece, needs_grad, strict=True)]
             with beside(index), torch.enable_grad(), replay.autocast():
                 with nullcontext() if tape is None else tape.replay(index):
@@ -263,11 +278,12 @@ def run_kept_backward(
     shape: CallShape,
     grads: list[torch.Tensor | None],
     graph: Graph,
-    fork: AbstractContextManager[Beside],
+    device: Device,
+    streams: int,
 ) -> list[torch.Tensor | None]:
     """As `run_backward`, with what the forward kept; `graph` is back."""
     found = InputGradients(call, shape, graph.likes)
-    with fork as beside:
+    with device.fork(streams) as beside:
         for index in range(shape.chunks):
             inputs, roots = graph.take(index)
             with beside(index):
@@ -278,41 +294,39 @@ def run_kept_backward(
 
 
 class InputGradients:
-    """Gradients of a call's inputs, from those of its micro-batches. Memory that several of these write to is taken
-    before they are computed, and what is summed over them is summed afterwards: they may run beside each other."""
+    """Gradients of a call's inputs, from those of its micro-batches. These may be computed beside each other, so memory
+    that several of them write to is taken before."""
 
     def __init__(self, call: FlatCall, shape: CallShape, inputs: list[Like]) -> None:
         self._shape = shape
-        self._parts: list[dict[int, torch.Tensor]] = [{} for _ in inputs]  # micro-batch -> its gradient
+        self._found: list[torch.Tensor | None] = [None] * len(inputs)
         self._whole: dict[int, torch.Tensor] = {}
+        self._missing: dict[int, set[int]] = {}  # micro-batches that gave no part of a whole
         if shape.chunks > 1:
             for place, (hole, like) in enumerate(zip(call.holes, inputs, strict=True)):
                 if hole in shape.cut_inputs and like.needed:
                     self._whole[place] = like.empty()
+                    self._missing[place] = set(range(shape.chunks))
 
     def take(self, inputs: list[torch.Tensor], index: int) -> None:
         """What a micro-batch found."""
         for place, tensor in enumerate(inputs):
-            if tensor.grad is not None:
-                cut = place in self._whole
-                part = self._rows(place, index).copy_(tensor.grad) if cut else tensor.grad
-                self._parts[place][index] = part
+            if tensor.grad is None:
+                continue
+            before = self._found[place]
+            if place in self._whole:
+                self._rows(place, index).copy_(tensor.grad)
+                self._missing[place].discard(index)
+                self._found[place] = self._whole[place]
+            else:  # shared by all: they are computed one after another
+                self._found[place] = tensor.grad if before is None else before.add_(tensor.grad)
 
     def all(self) -> list[torch.Tensor | None]:
         """Of every input; None where none was found."""
-        return [self._of(place, parts) for place, parts in enumerate(self._parts)]
-
-    def _of(self, place: int, parts: dict[int, torch.Tensor]) -> torch.Tensor | None:
-        if not parts:
-            return None
-        if place not in self._whole:
-            first, *others = parts.values()
-            for part in others:
-                first.add_(part)
-            return first
-        for index in set(range(self._shape.chunks)) - set(parts):
-            self._rows(place, index).zero_()
-        return self._whole[place]
+        for place, missing in self._missing.items():
+            for index in missing if self._found[place] is not None else ():
+                self._rows(place, index).zero_()
+        return self._found
 
     def _rows(self, place: int, index: int) -> torch.Tensor:
         return _rows(self._whole[place], self._shape, index)

@@ -2,7 +2,7 @@
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Protocol
@@ -45,7 +45,10 @@ class Device(Protocol):
 
     def fork(self, count: int) -> AbstractContextManager[Beside]:
         """Micro-batches that are computed inside may run beside each other, so many at a time: all of them after what
-        was submitted before, and before what is submitted afterwards. What one makes, another must not touch inside."""
+        was submitted before, and before what is submitted afterwards. What one makes, nobody else may touch inside."""
+
+    def take_over(self, tensors: Iterable[torch.Tensor]) -> None:
+        """From now on compute uses what was made beside it."""
 
     def seconds_between(self, first: object, second: object) -> float | None:
         """Between two events that have passed; None where compute is over when its call returns."""
@@ -104,6 +107,9 @@ class CpuDevice:
         """One after another, each on all cores."""
         return nullcontext(_in_turn)
 
+    def take_over(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Compute made them."""
+
     def seconds_between(self, first: object, second: object) -> float | None:
         """The caller's clock tells."""
         return None
@@ -131,7 +137,7 @@ def _in_turn(_: int) -> AbstractContextManager[None]:
 _CHUNK_BYTES = 16 << 20
 
 
-_STREAM_LANES = ("upload", "download", "update", "device")
+STREAM_LANES = ("upload", "download", "update", "device")
 
 
 class CudaDevice:
@@ -141,8 +147,9 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
-        self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in _STREAM_LANES}
+        self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in STREAM_LANES}
         self._beside: list[torch.cuda.Stream] = []
+        self._over: dict[int, torch.cuda.Event] = {}  # the end of the last micro-batch on each of these
         self._pinned: dict[int, int] = {}  # address -> bytes
         self._rings: dict[str, list[torch.Tensor]] = {}
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -271,10 +278,27 @@ class CudaDevice:
         for stream in streams:
             stream.wait_stream(user)
         try:
-            yield lambda number: torch.cuda.stream(streams[number % count])
+            yield lambda number: self._on(number % count)
         finally:
             for stream in streams:
                 user.wait_stream(stream)
+
+    @contextmanager
+    def _on(self, number: int) -> Iterator[None]:
+        """A micro-batch on that stream, when the one before it there is over: gradients that are summed on another
+        stream are given back no sooner, and would fill the memory while this thread runs ahead."""
+        if number in self._over:
+            self._over[number].synchronize()
+        with torch.cuda.stream(self._beside[number]):
+            yield
+        self._over[number] = torch.cuda.Event(blocking=True)
+        self._over[number].record(self._beside[number])
+
+    def take_over(self, tensors: Iterable[torch.Tensor]) -> None:
+        """They are the user's stream's, too, until it is done with them."""
+        user = torch.cuda.current_stream(self.torch_device)
+        for tensor in tensors:
+            tensor.record_stream(user)
 
     def seconds_between(self, first: object, second: object) -> float | None:
         """By the device's clock."""

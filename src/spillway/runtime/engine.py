@@ -13,7 +13,7 @@ from spillway.runtime.device import Device
 from spillway.runtime.executor import Executor
 from spillway.runtime.lanes import HOME, LaneWorker, StepState
 from spillway.runtime.schedules import Schedule
-from spillway.runtime.window import Gradients, leaves
+from spillway.runtime.window import Gradients, leaves, sums_of
 from spillway.spec.errors import UsageError, invariant
 from spillway.spec.plan import Op
 from spillway.store.arena import SlabPools
@@ -155,11 +155,14 @@ class Engine:
         if slot is None:
             raise AssertionError(f"{unit.name} is not on the device")
         views = leaves(unit, slot)
+        forks = self.in_force.plan.placement.streams > 1 and not torch.is_inference_mode_enabled()
+        sums = sums_of(views.values()) if forks else []
         if gradients is not None:
             for name, leaf in views.items():
                 gradients.collect(name, leaf)
         with bound(unit, views, self._placeholders):
             yield slot, views, gradients
+        sums.clear()
         if gradients is not None:
             gradients.finish()
         self.executor.end_compute(op, begun)

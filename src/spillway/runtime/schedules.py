@@ -25,7 +25,7 @@ from spillway.model.profile import (
 )
 from spillway.model.units import Unit
 from spillway.model.work import Work, measure_work
-from spillway.runtime.buffers import all_buffers_kept
+from spillway.runtime.buffers import all_buffers_kept, attributes_kept
 from spillway.runtime.calls import rng_kept
 from spillway.runtime.device import Device
 from spillway.spec.errors import UsageError
@@ -36,7 +36,7 @@ from spillway.spec.plan import Plan
 _REMEMBERED = 128
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """The plan for batches of one shape."""
 
@@ -175,6 +175,7 @@ class Schedules:
         with (
             rng_kept(self._device),
             all_buffers_kept(self._model),
+            attributes_kept(self._model),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
             ExitStack() as stack,
             torch.enable_grad(),
@@ -221,6 +222,7 @@ class Schedules:
         with (
             rng_kept(self._device),
             all_buffers_kept(self._model),
+            attributes_kept(self._model),
             FakeTensorMode(allow_non_fake_inputs=True),
             ExitStack() as stack,
             torch.compiler.set_stance("force_eager"),

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map_only
 
 from spillway.model.binding import bound, make_placeholders
@@ -21,6 +21,7 @@ from spillway.runtime.calls import own_copy, run_in_pieces
 from spillway.runtime.device import Device
 from spillway.runtime.engine import Engine
 from spillway.runtime.experts import RoutedExperts
+from spillway.runtime.forks import Forks
 from spillway.runtime.forward_only import ForwardOnly
 from spillway.runtime.lanes import Due, StepState
 from spillway.runtime.rest import Rest
@@ -91,7 +92,8 @@ class Session:
         self._in_backward = False
         self._in_forward = False
         self._buffers = BufferGuard()
-        self._computed: WeakSet[Schedule] = WeakSet()  # those that a whole forward was computed by
+        self.forks = Forks(units, self._buffers)
+        self._resident_sums: list[GradientEdge] = []
         self._activations: Activations | None = None  # of the forward under way
         self.forward_only = ForwardOnly()
         self._experts = RoutedExperts(units, store)
@@ -145,8 +147,7 @@ class Session:
             self._begin_forward_only(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._in_forward and output is not None:
-            self._computed.add(self.engine.in_force)
+        self.forks.end(is_whole=self._in_forward and output is not None)
         self._in_forward = False
         if not torch.is_grad_enabled() and not self._in_step:
             if not self._experts.are_picked:
@@ -196,7 +197,8 @@ class Session:
         self._in_step, self._in_backward, self._next_call = True, False, 0
         self._in_forward = True
         self._await_resident()
-        bind_residents(self.units, self.store.homes, with_grads=True)
+        self.forks.begin(schedule)
+        self._resident_sums = bind_residents(self.units, self.store.homes, with_grads=True)
 
     def _refuse_other_trained(self) -> None:
         """Raise UsageError where the user froze or freed a parameter since: nothing would come of it."""
@@ -315,14 +317,6 @@ class Session:
         """How to run a call."""
         return self.engine.in_force.shapes[index]
 
-    def streams(self, index: int) -> int:
-        """How many micro-batches of a call are computed at a time: as the plan says, but one after another where they
-        change buffers, and the first time, when modules make what they keep (tables of positions)."""
-        schedule = self.engine.in_force
-        call = schedule.profile.calls[index]
-        may_fork = call.forks and schedule in self._computed and not self._buffers.changes(self.units[call.unit])
-        return schedule.plan.placement.streams if may_fork else 1
-
     @contextmanager
     def forward_of(self, index: int) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """The unit of a call is in its slot and bound (both are given); afterwards the slot is free for the next."""
@@ -376,6 +370,7 @@ class Session:
                 self.rounds.traces.append(executor.wait())
         finally:
             unbind_residents(self.units, self.placeholders)
+            self._resident_sums = []
         # Only now: a step that failed is given up by `settle`.
         self._in_step = self._in_backward = False
         self.rounds.end()

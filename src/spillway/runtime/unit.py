@@ -105,10 +105,9 @@ def _run_frozen(session: "Session", index: int, call: FlatCall, tensors: list[to
             f"{call.name} was given a tensor that needs a gradient, and in the batches before nothing up to there did: "
             f"let the first batch have all that is trained"
         )
-    shape, device = session.shape(index), session.device.torch_device
-    fork = session.device.fork(session.streams(index))
-    with session.forward_of(index) as (slot, _):
-        found, spec, _ = run_forward(call, shape, tensors, device, fork, slot, None, None)
+    shape = session.shape(index)
+    with session.forward_of(index) as (slot, _), session.forks.forward(index) as streams:
+        found, spec, _ = run_forward(call, shape, tensors, session.device, streams, slot, None, None)
     return tree_unflatten([tensors[leaf.index] if isinstance(leaf, PassedThrough) else leaf for leaf in found], spec)
 
 
@@ -134,13 +133,11 @@ class _UnitFunction(torch.autograd.Function):
             tensor.detach().requires_grad_(need) if need else tensor
             for tensor, need in zip(tensors, needs_grad, strict=True)
         ]
-        with session.forward_of(index) as (slot, weights):
+        with session.forward_of(index) as (slot, weights), session.forks.forward(index) as streams:
             graph = session.activations.new_graph(index, call, marked, slot, weights)
             tape = session.activations.new_tape(index)
-            device = session.device.torch_device
-            streams = session.streams(index)
-            fork = session.device.fork(streams)
-            leaves, box["spec"], replay = run_forward(call, shape, marked, device, fork, slot, graph, tape)
+            device = session.device
+            leaves, box["spec"], replay = run_forward(call, shape, marked, device, streams, slot, graph, tape)
             if graph is None:
                 kept = session.activations.keep_inputs(index, call, list(tensors), tape)
             else:
@@ -163,15 +160,14 @@ class _UnitFunction(torch.autograd.Function):
             )
         session, step_number, index, call, replay, graph, tape, kept, needs_grad, streams = ctx.step
         session.check_current(step_number)
-        shape, device = session.shape(index), session.device.torch_device
-        fork = session.device.fork(streams)
+        shape, device = session.shape(index), session.device
         with session.backward_of(index) as (slot, gradients):
             if graph is not None:
                 graph.bring_back(slot, gradients, session.activations.back(index))
-                found = run_kept_backward(call, shape, list(grads), graph, fork)
+                found = run_kept_backward(call, shape, list(grads), graph, device, streams)
                 graph.close()
             else:
                 tensors = session.activations.bring_inputs(index, call, kept, tape)
-                found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, tape, device, fork)
+                found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, tape, device, streams)
         ctx.step = None
         return (None, None, None, None, None, *found)

@@ -1,5 +1,7 @@
 """Views of a unit's parameters and gradients in the slots it computes from."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -22,6 +24,13 @@ def leaves(unit: Unit, slot: torch.Tensor) -> dict[str, torch.Tensor]:
     return views
 
 
+def sums_of(leaves: Iterable[torch.Tensor]) -> list[GradientEdge]:
+    """The nodes of autograd that sum the gradients of these leaves, made now. Micro-batches that are computed beside
+    each other need one and the same while they are: it sums where (on a GPU: on which stream) it was made. To be held
+    no longer, for each holds its leaf."""
+    return [get_gradient_edge(leaf) for leaf in leaves if leaf.requires_grad]
+
+
 class Gradients:
     """Where the gradients of a unit go while one of its calls is differentiated: views of a slot (uint8). If it is
     fresh the first gradient of a parameter replaces what lies there, and only the following ones are added."""
@@ -31,7 +40,6 @@ class Gradients:
         self._views = {place.name: unit.layout.view(place, slot) for place in unit.layout.places if place.trainable}
         self._missing = set(self._views) if is_fresh else set()
         self._gaps = unit.layout.grad_gaps if is_fresh else []
-        self._sums: list[GradientEdge] = []
 
     def start_at_zero(self) -> None:
         """Every gradient is added, the first one as well: for calls that do so piece by piece."""
@@ -40,11 +48,7 @@ class Gradients:
         self._missing.clear()
 
     def collect(self, name: str, leaf: torch.Tensor) -> None:
-        """Take the gradients that autograd finds for this leaf, the parameter of that name. Autograd sums them where
-        (on a GPU: on which stream) the node that does so was made. It is kept, so that micro-batches which compute
-        beside each other have one and the same."""
-        if leaf.requires_grad:
-            self._sums.append(get_gradient_edge(leaf))
+        """Take the gradients that autograd finds for this leaf, the parameter of that name."""
         leaf.grad = None if name in self._missing else self._views.get(name)
         if name in self._missing:
             leaf.register_post_accumulate_grad_hook(lambda found: self._take_first(name, found))
@@ -63,16 +67,20 @@ class Gradients:
             leaf.grad = view
 
 
-def bind_residents(units: tuple[Unit, ...], homes: Homes, with_grads: bool) -> None:
+def bind_residents(units: tuple[Unit, ...], homes: Homes, with_grads: bool) -> list[GradientEdge]:
     """Parameters used outside any unit's forward are real parameters of the module tree, for a whole step. Their
-    gradients begin at zero, unless they are summed on the device over several backwards."""
+    gradients begin at zero, unless they are summed on the device over several backwards. Returns what sums them, to be
+    held meanwhile."""
+    sums: list[GradientEdge] = []
     for unit, home in zip(units, homes.units, strict=True):
         if unit.members or home.device_weight is None:
             continue
         grads = home.device_grad if with_grads else None
         if grads is not None and not (home.where.states == "device" and home.has_grad):
             grads.zero_()
-        _bind_params(unit, home.device_weight, grads)
+        params = _bind_params(unit, home.device_weight, grads)
+        sums += sums_of(params) if with_grads else []
+    return sums
 
 
 def unbind_residents(units: tuple[Unit, ...], placeholders: dict[str, nn.Parameter]) -> None:
@@ -82,7 +90,7 @@ def unbind_residents(units: tuple[Unit, ...], placeholders: dict[str, nn.Paramet
             bind(unit, placeholders)
 
 
-def _bind_params(unit: Unit, slot: torch.Tensor, grad_slot: torch.Tensor | None) -> None:
+def _bind_params(unit: Unit, slot: torch.Tensor, grad_slot: torch.Tensor | None) -> Iterable[torch.Tensor]:
     views = weight_views(unit, slot)
     params: dict[str, torch.Tensor] = {}
     for place in unit.layout.places:
@@ -91,3 +99,4 @@ def _bind_params(unit: Unit, slot: torch.Tensor, grad_slot: torch.Tensor | None)
             param.grad = unit.layout.view(place, grad_slot)
         params[place.name] = param
     bind(unit, params)
+    return params.values()

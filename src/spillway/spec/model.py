@@ -64,11 +64,7 @@ class CallProfile:
     work_bytes: int = 0  # of the device while a micro-batch is computed, forward and backward; 0 where unknown
     heap_bytes: int = 0  # of these, those in tensors so small that a C library's heap keeps them
     differentiated: bool = True  # not where all is frozen before it and in it: then it has no backward
-
-    @property
-    def forks(self) -> bool:
-        """Whether its micro-batches may be computed side by side. Pieces of a loss are there to be few at a time."""
-        return self.chunks > 1 and self.kind != "LOSS"
+    forks: bool = False  # whether its micro-batches may be computed side by side
 
     @property
     def saved_room(self) -> int:
