@@ -41,11 +41,11 @@ def test_on_a_drive_that_is_nearly_full_a_quarter_of_what_is_free_is_written(
 def test_the_block_that_is_measured_fits_the_room_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
 
-    def note(device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> float:
+    def note(device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> SimpleNamespace:
         asked.append((rows, hidden))
-        return 1.0
+        return SimpleNamespace(flops=1.0, step=lambda: None)
 
-    monkeypatch.setattr(probe, "block_flops", note)
+    monkeypatch.setattr(probe, "Block", note)
     for room in (1 << 22, 1 << 24, 1 << 34):
         probe.measure(torch.device("cpu"), torch.bfloat16, (), 1024, 1536, EXACT, 1 << 34, room)
     (few, narrow), (more, wider), most = asked

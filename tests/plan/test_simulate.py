@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from plan import profiles
@@ -45,3 +47,20 @@ def test_more_bandwidth_never_makes_the_step_slower() -> None:
     for field in ("device_flops_per_s", "read_bytes_per_s", "write_bytes_per_s", "update_params_per_s"):
         faster = dataclasses.replace(profiles.MACHINE, **{field: 2 * getattr(profiles.MACHINE, field)})
         assert simulate(plan.ops, plan.pools, faster).seconds <= base * 1.0001
+
+
+def test_an_update_takes_checksums_only_of_what_goes_on_to_the_drives() -> None:
+    model = profiles.chain(4, 1 << 24)
+    slow = dataclasses.replace(profiles.MACHINE, checksum_params_per_s=profiles.MACHINE.update_params_per_s / 3)
+    params = sum(unit.num_trainable for unit in model.units)
+    for where, checked in (("disk", params), ("host", 0)):
+        plan = make_plan(model, profiles.MACHINE, profiles.PLENTY, PlanRequest("overlap", where, where))
+        before, after = (simulate(plan.ops, plan.pools, machine).busy_s() for machine in (profiles.MACHINE, slow))
+        assert after["update"] - before["update"] == pytest.approx(checked / slow.checksum_params_per_s)
+
+
+def test_work_that_shares_the_cores_slows_the_other_down_by_what_was_measured() -> None:
+    ops = (Op(0, "FORWARD", "compute", 0, "none", 8.0), Op(1, "UPDATE", "update", 0, "state", 4.0, target="home"))
+    for kept, seconds in ((0.5, 12.0), (0.25, 20.0), (1.0, 8.0)):
+        shared = dataclasses.replace(RATES, cores_shared=True, cores_together=kept)
+        assert simulate(ops, (), shared).seconds == pytest.approx(seconds, abs=0.01)

@@ -1,6 +1,7 @@
 """What runs on this machine have shown of it: kept after a run, part of what the next one is planned with."""
 
 import json
+import math
 import os
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ def note_rates(paths: tuple[Path, ...], probed: HardwareSpec, seen: HardwareSpec
     """A run is over. `probed`: without any calibration; `seen`: as its steps showed."""
     ratios = {}
     for name in _RATES:
-        if getattr(probed, name) > 0:
+        if 0 < getattr(probed, name) < math.inf:
             ratios[name] = min(max(getattr(seen, name) / getattr(probed, name), _LEAST), _MOST)
     _note(paths, probed.device, ratios)
 

@@ -76,21 +76,24 @@ def _measure(
     read, write, together = 1e18, 1e18, 1.0
     if paths:
         read, write, together = _disk_rates(paths, room_bytes // 8)
-    elements, cpu = _within(1 << 22, room_bytes // 128), torch.device("cpu")
-    update = _update_rate(cpu, form, elements, with_checksums=bool(paths))
+    elements, on_cpu = _within(1 << 22, room_bytes // 128), device.type == "cpu"
+    block, update = Block(device, dtype, rows, hidden), _update_of(torch.device("cpu"), form, elements)
+    block_s, update_s = usual_seconds(block.step), usual_seconds(update)
     found = HardwareSpec(
         device.type,
-        block_flops(device, dtype, rows, hidden),
+        block.flops / block_s,
         copied / usual_seconds(lambda: _copy(there, host)),
         copied / usual_seconds(lambda: _copy(host, there)),
         read,
         write,
-        update,
+        elements / update_s,
         copied / usual_seconds(lambda: sum_squares(host.view(torch.float32), os.cpu_count() or 1)),
-        cores_shared=device.type == "cpu",
+        cores_shared=on_cpu,
+        cores_together=_kept_together(block.step, update, block_s, update_s) if on_cpu else 0.5,
         disk_together=together,
-        device_update_params_per_s=update if device == cpu else _update_rate(device, form, 1 << 24, False),
-        link_together=1.0 if device == cpu else _link_together(host, there),
+        device_update_params_per_s=elements / update_s if on_cpu else _updates_per_s(device, form, 1 << 24),
+        checksum_params_per_s=_checksum_rate(form, elements) if paths else 1e18,
+        link_together=1.0 if on_cpu else _link_together(host, there),
     )
     if device.type == "cuda":  # what was measured in is not to be counted as anybody's
         del host, there
@@ -138,37 +141,54 @@ def usual_seconds(work: Callable[[], object], at_least: float = 0.5) -> float:
     return statistics.median(seconds)
 
 
-def block_flops(device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> float:
-    """FLOP/s of a transformer block as a step computes it: forward, and recomputation with backward. Matrix products
-    and the whole square of attention count as FLOPs, as in the model's profile."""
-    # A generator of its own: what the user seeded must not move.
-    source = torch.Generator(device).manual_seed(0)
+class Block:
+    """A transformer block as a step computes it, written as in transformers: norms and rotations of single operators.
+    Matrix products and the whole square of attention count as FLOPs, as in the model's profile."""
 
-    def made(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, generator=source).to(dtype).requires_grad_()
+    def __init__(self, device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> None:
+        # A generator of its own: what the user seeded must not move.
+        source = torch.Generator(device).manual_seed(0)
 
-    x, heads = made(rows, hidden), hidden // 64
-    project, back = made(hidden, 3 * hidden), made(hidden, hidden)
-    up, down = made(hidden, 6 * hidden), made(3 * hidden, hidden)
-    functional = torch.nn.functional
+        def made(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device=device, generator=source).to(dtype)
 
-    def forward() -> torch.Tensor:
-        parts = (functional.rms_norm(x, (hidden,)) @ project).chunk(3, -1)
-        query, key, value = (part.view(1, rows, heads, 64).transpose(1, 2) for part in parts)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        middle = x + mixed.transpose(1, 2).reshape(rows, hidden) @ back
-        gate, wide = (functional.rms_norm(middle, (hidden,)) @ up).chunk(2, -1)
-        return middle + (functional.silu(gate) * wide) @ down
+        self._device, self._rows, self._heads = device, rows, hidden // 64
+        self._x = made(rows, hidden).requires_grad_()
+        self._turns = made(rows, 64), made(rows, 64)
+        shapes = [(3 * hidden, hidden), (hidden, hidden), (6 * hidden, hidden), (hidden, 3 * hidden)]
+        self._weights = [made(*shape).requires_grad_() for shape in shapes]
+        self._sums = [torch.empty_like(weight) for weight in self._weights]
+        weights = sum(weight.numel() for weight in self._weights)
+        self.flops = 4 * (2 * rows * weights + 4 * rows * rows * hidden)  # of a step, in matrix products
 
-    def step() -> None:
+    def step(self) -> None:
+        """Forward, and recomputation with backward, whose gradients go to where they are summed."""
         with torch.no_grad():
-            forward()
+            self._forward()
         with torch.enable_grad():
-            torch.autograd.grad(forward().sum(), [x, project, back, up, down])
-        _finish(device)
+            _, *grads = torch.autograd.grad(self._forward().sum(), [self._x, *self._weights])
+        for total, grad in zip(self._sums, grads, strict=True):
+            total.copy_(grad)
+        _finish(self._device)
 
-    weights = sum(matrix.numel() for matrix in (project, back, up, down))
-    return 4 * (2 * rows * weights + 4 * rows * rows * hidden) / usual_seconds(step)
+    def _forward(self) -> torch.Tensor:
+        functional, (project, back, up, down) = torch.nn.functional, self._weights
+        parts = functional.linear(_norm(self._x), project).chunk(3, -1)
+        query, key, value = (part.view(1, self._rows, self._heads, 64).transpose(1, 2) for part in parts)
+        mixed = functional.scaled_dot_product_attention(self._turn(query), self._turn(key), value, is_causal=True)
+        middle = self._x + functional.linear(mixed.transpose(1, 2).reshape(self._x.shape), back)
+        gate, wide = functional.linear(_norm(middle), up).chunk(2, -1)
+        return middle + functional.linear(functional.silu(gate) * wide, down)
+
+    def _turn(self, part: torch.Tensor) -> torch.Tensor:
+        """Rotary positions."""
+        first, second = part.chunk(2, -1)
+        return part * self._turns[0] + torch.cat((-second, first), -1) * self._turns[1]
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def _within(wanted: int, room: int) -> int:
@@ -176,8 +196,12 @@ def _within(wanted: int, room: int) -> int:
     return max(min(wanted, room) >> 20, 1) << 20
 
 
-def _update_rate(device: torch.device, form: StateFormat, elements: int, with_checksums: bool) -> float:
-    """Parameters a second, with bfloat16 weights and gradients, and with the checksums of what goes to disk."""
+def _updates_per_s(device: torch.device, form: StateFormat, elements: int) -> float:
+    return elements / usual_seconds(_update_of(device, form, elements))
+
+
+def _update_of(device: torch.device, form: StateFormat, elements: int) -> Callable[[], None]:
+    """Updates so many parameters, with bfloat16 weights and gradients."""
     layout = lay_out([("probe", (elements,), torch.bfloat16, True)], form)
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
@@ -196,16 +220,21 @@ def _update_rate(device: torch.device, form: StateFormat, elements: int, with_ch
         torch.ones(elements, dtype=torch.bfloat16, device=device),
     )
     hyper = Hyper(1e-5, 0.9, 0.999, 1e-8, 0.0, 1)
-    threads, checked = os.cpu_count() or 1, layout.extent_bytes if with_checksums else 0
-    checks, content = ExtentChecks(layout), torch.zeros(checked, dtype=torch.uint8, device="cpu")
+    threads = os.cpu_count() or 1
 
     def update() -> None:
         update_range(arrays, hyper, 1.0, threads)
         _finish(device)
-        if with_checksums:
-            checks.feed(0, content, threads)
 
-    return elements / usual_seconds(update)
+    return update
+
+
+def _checksum_rate(form: StateFormat, elements: int) -> float:
+    """Parameters a second whose states and bfloat16 weights are passed through for the checksums of what goes to
+    disk."""
+    layout = lay_out([("probe", (elements,), torch.bfloat16, True)], form)
+    checks, content = ExtentChecks(layout), torch.zeros(layout.extent_bytes, dtype=torch.uint8, device="cpu")
+    return elements / usual_seconds(lambda: checks.feed(0, content, os.cpu_count() or 1))
 
 
 def _disk_rates(paths: tuple[Path, ...], room_bytes: int = _DISK_BYTES) -> tuple[float, float, float]:
@@ -225,7 +254,9 @@ def _disk_rates(paths: tuple[Path, ...], room_bytes: int = _DISK_BYTES) -> tuple
         transfers = [Transfer(fd, buffer.data_ptr() + index * share, 0, share) for index, (_, fd) in enumerate(files)]
         write = usual_seconds(lambda: engine.run(transfers, is_write=True))
         read = usual_seconds(lambda: engine.run(transfers, is_write=False))
-        both = _seconds_together(engine, other, transfers, read, write)
+        together = _kept_together(
+            lambda: engine.run(transfers, is_write=False), lambda: other.run(transfers, is_write=True), read, write
+        )
     except OSError as error:
         where = ", ".join(str(path) for path in paths)
         raise DiskError(
@@ -239,28 +270,27 @@ def _disk_rates(paths: tuple[Path, ...], room_bytes: int = _DISK_BYTES) -> tuple
             os.close(fd)
             file.unlink(missing_ok=True)
     moved = len(paths) * share
-    return moved / read, moved / write, min(max(max(read, write) / both, 0.25), 1.0)
+    return moved / read, moved / write, together
 
 
-def _seconds_together(
-    reading: DiskEngine, writing: DiskEngine, transfers: list[Transfer], read: float, write: float
+def _kept_together(
+    one: Callable[[], object], other: Callable[[], object], one_seconds: float, other_seconds: float
 ) -> float:
-    """Until both are over, when each does what takes it as long as the other alone. (A write of what is read meanwhile:
-    its content does not matter.)"""
-    slower = max(read, write)
-    times_read, times_write = max(round(slower / read), 1), max(round(slower / write), 1)
+    """The share of its rate that each keeps while the other goes on, too. Each does what takes it as long as the other
+    alone. (For drives, a write of what is read meanwhile: its content does not matter.)"""
+    slower = max(one_seconds, other_seconds)
 
-    def repeat(engine: DiskEngine, times: int, is_write: bool) -> None:
-        for _ in range(times):
-            engine.run(transfers, is_write)
+    def repeat(work: Callable[[], object], seconds: float) -> None:
+        for _ in range(max(round(slower / seconds), 1)):
+            work()
 
     def both() -> None:
-        thread = threading.Thread(target=repeat, args=(writing, times_write, True))
+        thread = threading.Thread(target=repeat, args=(other, other_seconds))
         thread.start()
-        repeat(reading, times_read, False)
+        repeat(one, one_seconds)
         thread.join()
 
-    return usual_seconds(both)
+    return min(max(slower / usual_seconds(both), 0.25), 1.0)
 
 
 def measure_shares(paths: tuple[Path, ...]) -> tuple[int, ...]:

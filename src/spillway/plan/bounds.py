@@ -40,7 +40,8 @@ class Phase:
         )
         drive = max(reading, writing, (reading + writing) / max(2 * hardware.disk_together, 1.0))
         link = (on_cores[3] + on_cores[4]) / max(2 * hardware.link_together, 1.0)
-        return max(*on_cores, drive, link, sum(on_cores) if hardware.cores_shared else 0.0)
+        cores = sum(on_cores) / max(2 * hardware.cores_together, 1.0) if hardware.cores_shared else 0.0
+        return max(*on_cores, drive, link, cores)
 
     def seconds_in_turn(self, hardware: HardwareSpec) -> float:
         """Of all resources one after another."""

@@ -36,5 +36,7 @@ def refined(hardware: HardwareSpec, ops: tuple[Op, ...], pools: tuple[Pool, ...]
             first = getattr(hardware, name)
             rate = getattr(seen, name) * predicted[lane] / busy[lane]
             changed[name] = min(max(rate, first / _MOST), first * _MOST)
+            if lane == "update":
+                changed["checksum_params_per_s"] = hardware.checksum_params_per_s * changed[name] / first
         seen = replace(seen, **changed)
     return seen

@@ -53,6 +53,9 @@ class _Simulation:
         rates = _rates(hardware)
         flops = hardware.device_flops_per_s
         self._alone = [op.amount / rates.get((op.kind, op.lane), flops) + _OP_SECONDS for op in ops]
+        for op in ops:
+            if op.kind == "UPDATE" and op.target not in ("", "home"):  # in a slab that is written
+                self._alone[op.id] += op.amount / hardware.checksum_params_per_s
         self._waits = [len(op.deps) for op in ops]  # dependencies that are not done
         self._followers: list[list[int]] = [[] for _ in ops]
         numbers = {lane: number for number, lane in enumerate(LANES)}
@@ -138,7 +141,8 @@ class _Simulation:
         if name in _LINK and all(other in running for other in _LINK) and not self._hardware.cores_shared:
             return self._hardware.link_together
         if self._hardware.cores_shared and name in _CORES and name in running:
-            return 1.0 / sum(other in _CORES for other in running)
+            at_work = sum(other in _CORES for other in running)
+            return 2 * self._hardware.cores_together / at_work if at_work > 1 else 1.0
         return 1.0
 
 

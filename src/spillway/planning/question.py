@@ -182,6 +182,7 @@ def hardware_for(machine: Machine, profile: ModelProfile) -> HardwareSpec:
         hardware,
         device_flops_per_s=rate_share(machine, profile) * hardware.device_flops_per_s,
         update_params_per_s=share * hardware.update_params_per_s,
+        checksum_params_per_s=share * hardware.checksum_params_per_s,
         device_update_params_per_s=share * hardware.device_update_params_per_s,
     )
 

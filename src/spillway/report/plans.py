@@ -91,7 +91,10 @@ def print_machine(console: Console, machine: Machine) -> None:
     table.add_row("drives, read and write", f"{drives}; {rates.disk_together:.0%} of each at once")
     update = f"{rates.update_params_per_s / 1e9:.2f} G parameters/s"
     on_device = f", {rates.device_update_params_per_s / 1e9:.2f} on the device"
-    table.add_row("update", update if rates.cores_shared else update + on_device)
+    checked = f", {1 / (1 / rates.update_params_per_s + 1 / rates.checksum_params_per_s) / 1e9:.2f} with checksums"
+    table.add_row("update", update + checked + ("" if rates.cores_shared else on_device))
+    if rates.cores_shared:
+        table.add_row("cores", f"{rates.cores_together:.0%} of each at once, of compute and update")
     table.add_row("host memory", f"one pass at {_rate(rates.host_bytes_per_s)}")
     sizes = (machine.device_bytes, machine.host_bytes, machine.disk_bytes)
     table.add_row("free: device, host, disk", ", ".join(map(format_size, sizes)))

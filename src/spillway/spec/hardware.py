@@ -1,5 +1,6 @@
 """What a machine is, as far as the plan cares."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -16,11 +17,14 @@ class HardwareSpec:
     update_params_per_s: float  # AdamW with every core
     host_bytes_per_s: float  # a pass of plain reading, such as the gradient norm
     # Lanes that share a resource slow each other down: on the CPU as device, compute, update and copies share the
-    # cores. Reads and writes share the drives: the share of its own rate that each keeps while the other runs, from 0.5
+    # cores: two of them keep `cores_together` of their own rates (0.5 if none is lost; caches and memory are shared,
+    # too). Reads and writes share the drives: the share of its own rate that each keeps while the other runs, from 0.5
     # (one at a time, as the papers have it; less where they disturb each other) to 1 (both at once).
     cores_shared: bool = False
+    cores_together: float = 0.5
     disk_together: float = 0.5
     device_update_params_per_s: float = 1e10  # AdamW on the device, of what lies there
+    checksum_params_per_s: float = math.inf  # what an update adds for states on their way to the drives, every core
     link_together: float = 1.0  # of the rate of each way over the link, while both are used
 
 
