@@ -134,7 +134,8 @@ def usual_seconds(work: Callable[[], object], at_least: float = 0.5) -> float:
     best one would be what a step reaches now and then."""
     work()
     seconds: list[float] = []
-    while len(seconds) < 3 or sum(seconds) < at_least:
+    began = time.perf_counter()
+    while len(seconds) < 3 or time.perf_counter() - began < at_least:
         start = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - start)
