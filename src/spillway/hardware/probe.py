@@ -6,8 +6,9 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,7 +29,8 @@ _MOST_SHARES = 8
 _MAX_HIDDEN, _MAX_ROWS = {"cpu": 1536, "cuda": 4096}, {"cpu": 1024, "cuda": 8192}
 # Values a row of the block takes at its peak, per unit of width.
 _ROW_VALUES = 32
-_measured: dict[tuple[torch.device, torch.dtype, tuple[int, ...], int, int, StateFormat], HardwareSpec] = {}
+T = TypeVar("T")
+_measured: dict[tuple[Hashable, ...], Any] = {}
 
 
 def measure(
@@ -44,62 +46,95 @@ def measure(
     """Rates of the device for `dtype`, of the links, of the drives under `paths`, and of the CPU's update.
 
     `rows` tokens at a time of width `hidden` are what the model computes; `form` is what its optimizer keeps. No more
-    than `room_bytes` of host memory are taken, nor than `device_room_bytes` of the device's. Measured once per process,
-    device, dtype, set of drives and shape.
+    than `room_bytes` of host memory are taken, nor than `device_room_bytes` of the device's. Each part is measured once
+    per process, and what it is measured with.
     """
     for path in paths:
         _make(path)
-    drives = tuple(path.stat().st_dev for path in paths)
     room = min(room_bytes, device_room_bytes)
     hidden = min(hidden, _MAX_HIDDEN[device.type], math.isqrt(room // (8 * 12 * dtype.itemsize)))
     hidden = max(hidden // 64 * 64, 64)
     rows = max(min(rows, _MAX_ROWS[device.type], room // (2 * _ROW_VALUES * hidden * dtype.itemsize)), 16)
-    key = (device, dtype, drives, rows, hidden, form)
-    known = _measured.get(key)
-    if known is None:
-        known = _measured[key] = _measure(device, dtype, paths, rows, hidden, form, room_bytes)
-    return known
-
-
-def _measure(
-    device: torch.device,
-    dtype: torch.dtype,
-    paths: tuple[Path, ...],
-    rows: int,
-    hidden: int,
-    form: StateFormat,
-    room_bytes: int,
-) -> HardwareSpec:
-    copied = _within(_COPY_BYTES, room_bytes // 16)
-    host = torch.ones(copied, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")  # as the arena is
-    there = torch.ones(copied, dtype=torch.uint8, device=device)
-    read, write, together = 1e18, 1e18, 1.0
+    copied, elements = _within(_COPY_BYTES, room_bytes // 16), _within(1 << 22, room_bytes // 128)
+    on_cpu, cpu, known = device.type == "cpu", torch.device("cpu"), len(_measured)
+    links = _once(("links", device, copied), lambda: _link_rates(device, copied))
+    read, write, disk_together, checksums = 1e18, 1e18, 1.0, 1e18
     if paths:
-        read, write, together = _disk_rates(paths, room_bytes // 8)
-    elements, on_cpu = _within(1 << 22, room_bytes // 128), device.type == "cpu"
-    block, update = Block(device, dtype, rows, hidden), _update_of(torch.device("cpu"), form, elements)
-    block_s, update_s = usual_seconds(block.step), usual_seconds(update)
+        drives, scratch = tuple(path.stat().st_dev for path in paths), _within(_DISK_BYTES, room_bytes // 8)
+        read, write, disk_together = _once(("drives", drives, scratch), lambda: _disk_rates(paths, scratch))
+        checksums = _once(("checksums", form, elements), lambda: _checksum_rate(form, elements))
+    update = _updates_once(cpu, form, elements)
+    flops, cores_together = _once(
+        ("block", device, dtype, rows, hidden, form, elements),
+        lambda: _block_rates(device, dtype, rows, hidden, form, elements),
+    )
     found = HardwareSpec(
         device.type,
-        block.flops / block_s,
-        copied / usual_seconds(lambda: _copy(there, host)),
-        copied / usual_seconds(lambda: _copy(host, there)),
+        flops,
+        links.upload,
+        links.download,
         read,
         write,
-        elements / update_s,
-        copied / usual_seconds(lambda: sum_squares(host.view(torch.float32), os.cpu_count() or 1)),
+        update,
+        links.reading,
         cores_shared=on_cpu,
-        cores_together=_kept_together(block.step, update, block_s, update_s) if on_cpu else 0.5,
-        disk_together=together,
-        device_update_params_per_s=elements / update_s if on_cpu else _updates_per_s(device, form, 1 << 24),
-        checksum_params_per_s=_checksum_rate(form, elements) if paths else 1e18,
-        link_together=1.0 if on_cpu else _link_together(host, there),
+        cores_together=cores_together,
+        disk_together=disk_together,
+        device_update_params_per_s=update if on_cpu else _updates_once(device, form, 1 << 24),
+        checksum_params_per_s=checksums,
+        link_together=links.together,
     )
-    if device.type == "cuda":  # what was measured in is not to be counted as anybody's
-        del host, there
+    if device.type == "cuda" and len(_measured) > known:  # what was measured in is not to be counted as anybody's
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return found
+
+
+def _once(key: tuple[Hashable, ...], rates: Callable[[], T]) -> T:
+    """What is measured, the first time that it is asked for."""
+    if key not in _measured:
+        _measured[key] = rates()
+    found: T = _measured[key]
+    return found
+
+
+def _updates_once(device: torch.device, form: StateFormat, elements: int) -> float:
+    return _once(
+        ("updates", device, form, elements), lambda: elements / usual_seconds(_update_of(device, form, elements))
+    )
+
+
+class _Links(NamedTuple):
+    """Bytes a second, and the share of each way's rate that is left when both are used."""
+
+    upload: float
+    download: float
+    reading: float  # a pass over host memory
+    together: float
+
+
+def _link_rates(device: torch.device, num_bytes: int) -> _Links:
+    host = torch.ones(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")  # as the arena is
+    there = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    return _Links(
+        num_bytes / usual_seconds(lambda: _copy(there, host)),
+        num_bytes / usual_seconds(lambda: _copy(host, there)),
+        num_bytes / usual_seconds(lambda: sum_squares(host.view(torch.float32), os.cpu_count() or 1)),
+        1.0 if device.type == "cpu" else _link_together(host, there),
+    )
+
+
+def _block_rates(
+    device: torch.device, dtype: torch.dtype, rows: int, hidden: int, form: StateFormat, elements: int
+) -> tuple[float, float]:
+    """FLOP/s of a block; and, where it is computed on the cores that update, the share of either rate that is left when
+    both go on."""
+    block = Block(device, dtype, rows, hidden)
+    seconds, kept = usual_seconds(block.step), 0.5
+    if device.type == "cpu":
+        update = _update_of(device, form, elements)
+        kept = _kept_together(block.step, update, seconds, elements / _updates_once(device, form, elements))
+    return block.flops / seconds, kept
 
 
 def _link_together(host: torch.Tensor, there: torch.Tensor) -> float:
@@ -195,10 +230,6 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
 def _within(wanted: int, room: int) -> int:
     """As much as is wanted and there is room for, in whole mebi, and at least one."""
     return max(min(wanted, room) >> 20, 1) << 20
-
-
-def _updates_per_s(device: torch.device, form: StateFormat, elements: int) -> float:
-    return elements / usual_seconds(_update_of(device, form, elements))
 
 
 def _update_of(device: torch.device, form: StateFormat, elements: int) -> Callable[[], None]:
