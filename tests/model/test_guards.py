@@ -47,6 +47,20 @@ def test_freezing_a_parameter_too_late_is_not_passed_over(streaming: nn.Module) 
         streaming(**models.batch("llama", 0))
 
 
+@pytest.mark.parametrize("register", ("register_hook", "register_post_accumulate_grad_hook"))
+def test_a_hook_on_a_gradient_that_comes_too_late_is_not_passed_over(streaming: nn.Module, register: str) -> None:
+    getattr(streaming.get_output_embeddings().weight, register)(lambda grad: None)
+    with pytest.raises(UsageError, match="lm_head.weight was given a hook on its gradient after prepare"):
+        streaming(**models.batch("llama", 0))
+
+
+def test_a_parameter_that_is_replaced_too_late_is_not_passed_over(streaming: nn.Module) -> None:
+    head = streaming.get_output_embeddings()
+    head.weight = nn.Parameter(torch.zeros(head.out_features, head.in_features))
+    with pytest.raises(UsageError, match="lm_head.weight was replaced by another parameter after prepare"):
+        streaming(**models.batch("llama", 0))
+
+
 def test_a_model_that_could_not_be_prepared_is_as_it_was() -> None:
     model = models.llama()
     kind = type(model)

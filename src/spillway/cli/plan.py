@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _KEPT = (
     "store", "device_memory", "host_memory", "disk_memory", "max_length", "per_device_train_batch_size",
     "gradient_accumulation_steps", "max_steps", "num_train_epochs", "optim", "master_bits", "max_grad_norm", "dtype",
-    "update", "activations", "weights", "states", "policy", "save_total_limit",
+    "update", "activations", "weights", "states", "policy", "streams", "save_total_limit",
 )  # fmt: skip
 
 

@@ -201,8 +201,21 @@ class Session:
         self._resident_sums = bind_residents(self.units, self.store.homes, with_grads=True)
 
     def _refuse_other_trained(self) -> None:
-        """Raise UsageError where the user froze or freed a parameter since: nothing would come of it."""
+        """Raise UsageError where the user froze, freed, replaced or hooked a parameter since: nothing would come of
+        it."""
         for unit in self.units:
+            for slot in unit.slots if unit.members else ():
+                known = self.placeholders[slot.name]
+                if slot.module._parameters.get(slot.attribute) is not known:
+                    raise UsageError(
+                        f"{slot.name} was replaced by another parameter after prepare, which has laid out what is "
+                        f"trained: change it before"
+                    )
+                if known._backward_hooks or known._post_accumulate_grad_hooks:
+                    raise UsageError(
+                        f"{slot.name} was given a hook on its gradient after prepare, which would not be called: "
+                        f"gradients of a model that streams are summed unit by unit"
+                    )
             for place in unit.layout.places:
                 if self.placeholders[place.name].requires_grad != place.trainable:
                     raise UsageError(

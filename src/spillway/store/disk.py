@@ -267,7 +267,10 @@ def _lock(path: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
-        raise DiskError(f"the store {path} is in use by another run; wait for it or choose another --store") from error
+        raise DiskError(
+            f"the store {path} is in use by another run (or a model of this process, until spillway.close); wait for "
+            f"it or choose another --store"
+        ) from error
     return fd
 
 
