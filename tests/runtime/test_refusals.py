@@ -109,6 +109,55 @@ def test_a_unit_that_reads_buffers_it_changes_is_computed_again_from_the_old_one
     spillway.close(model)
 
 
+class Counting(torch.nn.Module):
+    """What it gives depends on how often it was called, and on a list and a tensor that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.calls = 0
+        self.seen: list[int] = []
+        self.total = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.total += 1
+        return self.linear(x) * (1 + 0.1 * self.calls + 0.1 * len(self.seen) + 0.1 * self.total)
+
+
+class Counted(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(Counting() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("activations", ("recompute", "tape", "keep"))
+def test_what_a_forward_counts_counts_once_and_backward_sees_it_as_the_forward_did(activations: str) -> None:
+    plain = Counted()
+    model, optimizer = spillway.prepare(
+        Counted(), spillway.SGD(lr=0.1, momentum=0.0, max_grad_norm=None), device="cpu", activations=activations
+    )
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(3):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
+        loss, expected = model(x), plain(x)
+        torch.testing.assert_close(loss.item(), expected.item(), rtol=1e-6, atol=0)
+        for each, step in ((loss, optimizer), (expected, other)):
+            each.backward()
+            step.step()
+        other.zero_grad()
+    for block, known in zip(model.blocks, plain.blocks, strict=True):
+        assert (block.calls, block.seen, block.total) == (known.calls, known.seen, known.total) == (3, [1, 2, 3], 3)
+    spillway.close(model)
+
+
 def test_weights_that_are_first_wanted_in_inference_mode_can_be_trained_afterwards(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

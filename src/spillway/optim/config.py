@@ -40,7 +40,7 @@ class Settings:
 class AdamW(Settings):
     """AdamW (Loshchilov and Hutter 2019); exact, with fp32 master weights and moments, unless narrowed.
 
-    Its defaults are those of torch.optim.AdamW, but for `max_grad_norm` and what is not decayed; the command line's are
+    Its defaults are those of torch.optim.AdamW, but for `lr`, `max_grad_norm` and what is not decayed; the command line's are
     those of transformers.
     """
 

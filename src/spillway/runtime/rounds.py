@@ -18,7 +18,7 @@ class Rounds:
     is_complete: bool = False  # the next thing is the optimizer step
     is_last: bool = False  # the backward to come completes it
     traces: list[Trace] = field(default_factory=list)  # of its lists that are over
-    _has_accumulated: bool = False  # because the user said so
+    _is_told: bool = False  # which backwards only accumulate, in this step or one before
 
     @contextmanager
     def saying(self, completes: bool) -> Iterator[None]:
@@ -46,18 +46,19 @@ class Rounds:
         """Raise UsageError for an optimizer step that comes too early."""
         if not self.is_complete:
             raise UsageError(
-                f"optimizer.step() came after {self.done} of {self.per_step} backward call(s): "
-                f"run loss.backward() first, as often as gradient_accumulation_steps says"
+                f"optimizer.step() came after {self.done} of {self.per_step} backward call(s): run loss.backward() "
+                f"first, as often as gradient_accumulation_steps says, or, where steps have fewer, all but their last "
+                f"forward and backward within spillway.no_sync(model)"
             )
 
     def begin(self) -> None:
-        """A forward begins. Its backward is the last where that was said, and otherwise by count, or, where the user
-        said which ones only accumulate, as the first that does not. Raises UsageError where the plan cannot
+        """A forward begins. Its backward is the last where that was said, and otherwise by count, or, once the
+        user has said which ones only accumulate, as the first that does not. Raises UsageError where the plan cannot
         accumulate."""
         if self.completes is False and self.per_step == 1:
             raise UsageError("no_sync needs gradient_accumulation_steps= of 2 or more in prepare")
-        self._has_accumulated |= self.completes is False
-        by_count = self._has_accumulated or self.done + 1 >= self.per_step
+        self._is_told |= self.completes is False
+        by_count = self._is_told or self.done + 1 >= self.per_step
         self.is_last = by_count if self.completes is None else self.completes
 
     def end(self) -> None:
@@ -67,5 +68,5 @@ class Rounds:
 
     def start_anew(self) -> None:
         """The optimizer step is over, or was given up."""
-        self.done, self.is_complete, self._has_accumulated = 0, False, False
+        self.done, self.is_complete = 0, False
         self.traces = []

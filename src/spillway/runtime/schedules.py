@@ -25,7 +25,7 @@ from spillway.model.profile import (
 )
 from spillway.model.units import Unit
 from spillway.model.work import Work, measure_work
-from spillway.runtime.buffers import all_buffers_kept, attributes_kept
+from spillway.runtime.buffers import buffers_kept, nothing_kept
 from spillway.runtime.calls import rng_kept
 from spillway.runtime.device import Device
 from spillway.spec.errors import UsageError
@@ -174,8 +174,7 @@ class Schedules:
     ) -> list[CallRecord]:
         with (
             rng_kept(self._device),
-            all_buffers_kept(self._model),
-            attributes_kept(self._model),
+            nothing_kept(self._model),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
             ExitStack() as stack,
             torch.enable_grad(),
@@ -221,8 +220,7 @@ class Schedules:
         again = call.again
         with (
             rng_kept(self._device),
-            all_buffers_kept(self._model),
-            attributes_kept(self._model),
+            nothing_kept(self._model),
             FakeTensorMode(allow_non_fake_inputs=True),
             ExitStack() as stack,
             torch.compiler.set_stance("force_eager"),
@@ -249,7 +247,7 @@ class Schedules:
         with (
             self._at_rest(),
             rng_kept(self._device),
-            all_buffers_kept(self._model),
+            buffers_kept(self._model),
             torch.compiler.set_stance("force_eager"),
         ):
             return self._record(args, kwargs, Profiler(), is_real=True)

@@ -92,7 +92,7 @@ class Session:
         self._in_backward = False
         self._in_forward = False
         self._buffers = BufferGuard()
-        self.forks = Forks(units, self._buffers)
+        self.forks = Forks(self._buffers)
         self._resident_sums: list[GradientEdge] = []
         self._activations: Activations | None = None  # of the forward under way
         self.forward_only = ForwardOnly()

@@ -106,7 +106,8 @@ def _run_frozen(session: "Session", index: int, call: FlatCall, tensors: list[to
             f"let the first batch have all that is trained"
         )
     shape = session.shape(index)
-    with session.forward_of(index) as (slot, _), session.forks.forward(index) as streams:
+    streams = session.forks.streams(index)
+    with session.forward_of(index) as (slot, _):
         found, spec, _ = run_forward(call, shape, tensors, session.device, streams, slot, None, None)
     return tree_unflatten([tensors[leaf.index] if isinstance(leaf, PassedThrough) else leaf for leaf in found], spec)
 
@@ -133,7 +134,8 @@ class _UnitFunction(torch.autograd.Function):
             tensor.detach().requires_grad_(need) if need else tensor
             for tensor, need in zip(tensors, needs_grad, strict=True)
         ]
-        with session.forward_of(index) as (slot, weights), session.forks.forward(index) as streams:
+        streams = session.forks.streams(index)
+        with session.forward_of(index) as (slot, weights):
             graph = session.activations.new_graph(index, call, marked, slot, weights)
             tape = session.activations.new_tape(index)
             device = session.device
