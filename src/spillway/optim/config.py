@@ -40,8 +40,8 @@ class Settings:
 class AdamW(Settings):
     """AdamW (Loshchilov and Hutter 2019); exact, with fp32 master weights and moments, unless narrowed.
 
-    Its defaults are those of torch.optim.AdamW, but for `lr`, `max_grad_norm` and what is not decayed; the command line's are
-    those of transformers.
+    Its defaults are those of torch.optim.AdamW, but for `lr`, `max_grad_norm` and what is not decayed; the command
+    line's are those of transformers.
     """
 
     lr: float = 2e-5
