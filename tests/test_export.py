@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import directories
 from spillway.cli.main import run
+from spillway.report.metrics import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,23 @@ def test_a_run_that_was_moved_is_verified_and_exported(
         assert run(["export", str(moved), str(tmp_path / "out")]) == 0
     finally:
         (tmp_path / "away").rename(trained / "store")
+
+
+def test_a_run_is_found_from_another_directory_than_it_was_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directories.make_model(tmp_path / "llama")
+    directories.make_texts(tmp_path / "texts.jsonl")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    fixed = "--max-length 64 --per-device-train-batch-size 2 --device cpu --states disk --store drive"
+    assert run(["train", "llama", "texts.jsonl", "-o", "run", *fixed.split(), "--max-steps", "1"]) == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert run(["verify", "../run"]) == 0
+    assert run(["export", "../run", "out"]) == 0
+    given = ["../llama", "../texts.jsonl", "-o", "../run", *fixed.replace("drive", "../drive").split()]
+    assert run(["train", *given, "--max-steps", "2"]) == 0
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
 def test_what_was_exported_before_in_other_pieces_does_not_stay(trained: Path, tmp_path: Path) -> None:

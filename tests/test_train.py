@@ -98,6 +98,20 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+def test_a_signal_before_the_first_step_ends_the_run_at_once(
+    number: signal.Signals, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: object, **options: object) -> object:
+        signal.raise_signal(number)
+        pytest.fail("it went on")
+
+    monkeypatch.setattr("spillway.training.setup.load", load)
+    before = signal.getsignal(number)
+    assert run(arguments(model, data, tmp_path / "run", "--max-steps", "1")) == 130
+    assert signal.getsignal(number) is before and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def wait_for_step(out: Path, step: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:

@@ -35,6 +35,22 @@ def read_options(run: Path) -> TrainOptions:
     return TrainOptions(**kept)
 
 
+def with_whole_paths(options: TrainOptions) -> TrainOptions:
+    """The options as a run remembers them: paths say the same from every directory. Names of a hub stay as they are."""
+
+    def whole(path: str) -> str:
+        return os.path.abspath(os.path.expanduser(path))
+
+    return replace(
+        options,
+        model=whole(options.model) if os.path.exists(options.model) else options.model,
+        data=tuple(map(whole, options.data)),
+        eval_data=tuple(map(whole, options.eval_data)),
+        output_dir=whole(options.output_dir),
+        store=tuple(map(whole, options.store)),
+    )
+
+
 def read_plan(run: Path) -> dict[str, Any]:
     """The plan.json of a run as it stands there. Raises UsageError where there is none that can be read."""
     path = run / "plan.json"
@@ -94,7 +110,7 @@ def store_directories(options: TrainOptions, run: Path) -> tuple[Path, ...]:
     if not options.store:
         return (run / "store",)
     digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]
-    return tuple(Path(os.path.expanduser(path)) / f"spillway-{run.name}-{digest}" for path in options.store)
+    return tuple(Path(path) / f"spillway-{run.name}-{digest}" for path in with_whole_paths(options).store)
 
 
 def where_saved(options: TrainOptions, run: Path) -> Path:

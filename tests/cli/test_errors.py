@@ -75,6 +75,8 @@ def test_a_model_directory_without_weights(fail: Fail, tmp_path: Path, data: Pat
     assert code == 2 and "has no weights" in message
     (model / "pytorch_model.bin").write_bytes(b"")
     assert "only pickled .bin weights" in fail(model, data)[1]
+    (model / "config.json").write_text("{")
+    assert "cannot be read as a model" in fail(model, data)[1]
     (model / "config.json").unlink()
     assert "no config.json" in fail(model, data)[1]
 
@@ -213,6 +215,17 @@ def test_more_nonsense(fail: Fail, model: Path, data: Path) -> None:
     ):
         code, message = fail(model, data, flag, value, "--device", "cpu")
         assert code == 2 and words in message, message
+
+
+@pytest.mark.parametrize(
+    "line", ("max_steps = 2.7", "learning_rate = true", "packing = 1", "store = [1, true]", "optim = [1]")
+)
+def test_a_value_of_another_kind_in_a_config_file_is_refused(
+    line: str, model: Path, data: Path, tmp_path: Path, fail: Fail
+) -> None:
+    (tmp_path / "run.toml").write_text(line)
+    code, message = fail(model, data, "--config", tmp_path / "run.toml")
+    assert code == 2 and line.split(" =")[0] in message and "which is not" in message
 
 
 def test_one_path_in_a_config_file_needs_no_list(model: Path, data: Path, tmp_path: Path) -> None:

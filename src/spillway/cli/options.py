@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import tomllib
 import typing
 from collections.abc import Callable, Collection
@@ -107,7 +108,7 @@ def read_config(path: Path, options_class: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"the config file {path} must hold names and values, such as learning_rate: 2e-5")
     known = [field.name for field in dataclasses.fields(options_class)]
-    several = {name for name, hint in typing.get_type_hints(options_class).items() if hint == tuple[str, ...]}
+    hints = typing.get_type_hints(options_class)
     found: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
@@ -115,5 +116,21 @@ def read_config(path: Path, options_class: Any) -> dict[str, Any]:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UsageError(f"the config file {path} sets '{key}', which is no option{hint}")
-        found[name] = [value] if name in several and isinstance(value, str) else value
+        several = hints[name] == tuple[str, ...]
+        for item in value if several and isinstance(value, list) else [value]:
+            _refuse_other_kind(path, key, item, str if several else hints[name])
+        found[name] = [value] if several and isinstance(value, str) else value
     return found
+
+
+def _refuse_other_kind(path: Path, key: str, value: Any, hint: Any) -> None:
+    """Raise UsageError for what an option would silently make something else of: 2.7 steps, true as a rate."""
+    # Numbers are also strings: YAML has 2e-5 as one.
+    takes: dict[Any, tuple[tuple[type, ...], str]] = {
+        bool: ((bool,), "true or false"),
+        int: ((int, str), "a whole number"),
+        float: ((int, float, str), "a number"),
+    }
+    kinds, name = takes.get(hint, ((str, int, float), "text"))
+    if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool)):
+        raise UsageError(f"the config file {path} sets {key} to {json.dumps(value, default=str)}, which is not {name}")

@@ -6,11 +6,14 @@ from typing import Any
 
 import transformers
 
+from spillway.integrations.huggingface import config_of
 from spillway.spec.errors import UsageError
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The fast tokenizer that lies beside a model. Raises UsageError where there is none."""
+    """The fast tokenizer that lies beside a model. Raises UsageError where there is none, or no config that can be
+    read."""
+    config_of(directory)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -19,7 +19,7 @@ class RunSummary:
     last_loss: float
     tokens_per_s: float
     predicted_step_s: float
-    measured_step_s: float
+    measured_step_s: float  # 0, as tokens_per_s, where no step was left to make
     predicted_peaks: TierPeaks
     measured_peaks: dict[str, int]
     budget: Budget
@@ -71,7 +71,8 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     predicted = format_seconds(summary.predicted_step_s)
     if summary.refined_step_s:
         predicted += f", after the first steps {format_seconds(summary.refined_step_s)}"
-    table.add_row("seconds per step", predicted, format_seconds(summary.measured_step_s), "")
+    measured_step = format_seconds(summary.measured_step_s) if summary.measured_step_s else "no step was left"
+    table.add_row("seconds per step", predicted, measured_step, "")
     budgets = {
         "device": summary.budget.device_bytes,
         "host": summary.budget.host_bytes,
@@ -86,7 +87,8 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     table.add_row("loss, first to last", "", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}", "")
     if summary.eval_losses:
         table.add_row("held-out loss", "", f"{summary.eval_losses[0]:.4f} -> {summary.eval_losses[-1]:.4f}", "")
-    table.add_row("tokens per second", "", f"{summary.tokens_per_s:,.0f}", "")
+    if summary.tokens_per_s:
+        table.add_row("tokens per second", "", f"{summary.tokens_per_s:,.0f}", "")
     for path, written in summary.written_bytes.items():
         name = "written to disk" if len(summary.written_bytes) == 1 else f"written to {path}"
         warranted = summary.endurance_bytes.get(path)

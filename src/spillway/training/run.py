@@ -83,6 +83,7 @@ class _Run:
             )
             return self._telling.summarize()
         metrics = MetricsFile(training.directory / METRICS, progress.step, progress.last)
+        stop.waits = True
         try:
             with self._reporter.training(training.total, progress.step) as line:
                 while progress.step < training.total:

@@ -13,15 +13,16 @@ class Stop:
     """Set by the first Ctrl-C or SIGTERM."""
 
     asked: bool = False
+    waits: bool = False  # for the step in flight; before the first one there is nothing to wait for
 
 
 @contextmanager
 def stop_on_signals(reporter: Reporter) -> Iterator[Stop]:
-    """The first signal lets the step in flight finish; the second one ends at once."""
+    """The first signal lets the step in flight finish, where there is one; the second one ends at once."""
     stop = Stop()
 
     def note(number: int, frame: object) -> None:
-        if stop.asked:
+        if stop.asked or not stop.waits:
             raise KeyboardInterrupt
         stop.asked = True
         reporter.say("stopping after the step in flight; once more to stop at once")

@@ -18,6 +18,7 @@ from spillway.report.chrome import write_chrome_trace
 from spillway.report.metrics import MetricsFile, StepMetrics, sum_lanes
 from spillway.report.progress import Reporter
 from spillway.report.tables import RunSummary, print_plan, print_summary
+from spillway.rundir import with_whole_paths
 from spillway.spec.hardware import HardwareSpec
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
@@ -64,7 +65,7 @@ class Telling:
             f"store {stores} ({homes.read_engine.backend}, {how}) · {training.options.optim} {native.kernel_name()}"
         )
         write_whole(training.directory / "plan.json", json.dumps(to_json(plan)))
-        options, origins = training.options, training.origins
+        options, origins = with_whole_paths(training.options), training.origins
         values = {
             name: {"value": to_json(getattr(options, name)), "origin": origins.get(name, "default")}
             for name in TrainOptions.__dataclass_fields__
