@@ -79,3 +79,19 @@ def test_a_faster_drive_holds_more(
     monkeypatch.setattr(probe, "_disk_rates", lambda one: (rates[devices[one[0]]], rates[devices[one[0]]], 1.0))
     assert probe.measure_shares(paths) == shares
     assert probe.measure_shares(paths[:1]) == (1,)
+
+
+def test_work_that_others_slow_down_is_not_repeated_by_a_count_of_what_it_took_alone() -> None:
+    # It took a microsecond alone and a millisecond now: as often as it fitted into the other's time would be for ever.
+    calls = {"short": 0, "long": 0}
+
+    def short() -> None:
+        calls["short"] += 1
+        time.sleep(1e-3)
+
+    def long() -> None:
+        calls["long"] += 1
+        time.sleep(0.2)
+
+    assert probe._kept_together(short, long, 1e-6, 0.2) <= 0.6
+    assert 0 < calls["short"] < 2000 and calls["long"] >= 3

@@ -53,6 +53,28 @@ def test_the_papers_model_on_the_papers_server(capsys: pytest.CaptureFixture[str
     assert changes["--optim adamw_8bit"] > 0.2 and changes["one more drive"] > 0.2
 
 
+def test_a_step_that_clipping_makes_longer_makes_the_run_longer_at_most(capsys: pytest.CaptureFixture[str]) -> None:
+    machine, shape = "rtx4090+2x990pro+128GB", ("--max-length", "1024", "--per-device-train-batch-size", "8")
+    found = ask(capsys, "gpt-13b", "--hardware", machine, *shape, "--max-steps", "10")
+    assert found["clipped_step_seconds"] > found["step_seconds"]
+    assert found["run_seconds"][1] > 10 * found["clipped_step_seconds"]
+    assert run(["plan", "gpt-13b", "--hardware", machine, *shape, "--max-steps", "10"]) == 0
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"{found['tokens'] / found['clipped_step_seconds']:,.0f} where" in shown
+
+
+def test_more_memory_than_the_machine_has_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ("--max-length", "1024", "--per-device-train-batch-size", "1")
+    assert run(["plan", "gpt-13b", "--hardware", "lohan-4090", "--host-memory", "10TB", *shape]) == 0
+    assert "--host-memory 10TB is more than there is: lohan-4090 has" in " ".join(capsys.readouterr().err.split())
+
+
+def test_rows_are_given_or_chosen_and_not_both(capsys: pytest.CaptureFixture[str]) -> None:
+    both = ("--batch-tokens", "8192", "--per-device-train-batch-size", "4")
+    assert run(["plan", "gpt-13b", "--hardware", "lohan-4090", *both]) == 2
+    assert "give it or them" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_said_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     found = ask(
         capsys, "gpt-13b", "--hardware", "lohan-4090", "--per-device-train-batch-size", "128", "--max-length", "1024",

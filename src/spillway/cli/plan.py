@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from spillway.cli.options import add_options
 from spillway.cli.pictures import PICTURES, check_picture
@@ -22,6 +23,7 @@ _KEPT = (
     "gradient_accumulation_steps", "max_steps", "num_train_epochs", "optim", "master_bits", "max_grad_norm", "dtype",
     "update", "activations", "weights", "states", "policy", "streams", "save_total_limit",
 )  # fmt: skip
+_ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 @click.command("plan")
@@ -36,7 +38,10 @@ _KEPT = (
     "--chart", metavar="FILE", help="The predicted step, .json (ui.perfetto.dev) or .png; or the --sweep, .png."
 )
 @click.option("--json", "as_json", is_flag=True, help="The answer as JSON on standard output.")
+@click.pass_context
 def plan_command(
+    context: click.Context,
+    /,
     model: str,
     data: tuple[str, ...],
     hardware: str | None,
@@ -68,6 +73,10 @@ def plan_command(
     reporter = Reporter()
     if max_size and (sweep is not None or chart is not None):
         raise UsageError("--max-size is one number: leave --sweep and --chart out, or ask for them by themselves")
+    if batch_tokens is not None and ParameterSource.COMMANDLINE in map(context.get_parameter_source, _ROWS):
+        raise UsageError(
+            "--batch-tokens chooses --per-device-train-batch-size and --gradient-accumulation-steps: give it or them"
+        )
     if chart is not None:
         check_picture(Path(chart), PICTURES if sweep is not None else (".json", *PICTURES))
     stores = tuple(values.pop("store")) or (".",)

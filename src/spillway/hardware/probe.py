@@ -308,21 +308,28 @@ def _disk_rates(paths: tuple[Path, ...], room_bytes: int = _DISK_BYTES) -> tuple
 def _kept_together(
     one: Callable[[], object], other: Callable[[], object], one_seconds: float, other_seconds: float
 ) -> float:
-    """The share of its rate that each keeps while the other goes on, too. Each does what takes it as long as the other
-    alone. (For drives, a write of what is read meanwhile: its content does not matter.)"""
-    slower = max(one_seconds, other_seconds)
+    """The share of its rate that either keeps, on average, while the other goes on, too. (For drives, a write of what
+    is read meanwhile: its content does not matter.)"""
+    alone = {one: one_seconds, other: other_seconds}
 
-    def repeat(work: Callable[[], object], seconds: float) -> None:
-        for _ in range(max(round(slower / seconds), 1)):
+    def share(work: Callable[[], object], until: float, found: list[float]) -> None:
+        # By the clock and not by a count: where others want the cores, too, small pieces may take a hundred times as
+        # long as they did alone.
+        began, times = time.perf_counter(), 0
+        while not times or time.perf_counter() < until:
             work()
+            times += 1
+        found.append(times * alone[work] / (time.perf_counter() - began))
 
-    def both() -> None:
-        thread = threading.Thread(target=repeat, args=(other, other_seconds))
+    shares: list[float] = []
+    for _ in range(3):
+        until, both = time.perf_counter() + max(one_seconds, other_seconds, 0.2), list[float]()
+        thread = threading.Thread(target=share, args=(other, until, both))
         thread.start()
-        repeat(one, one_seconds)
+        share(one, until, both)
         thread.join()
-
-    return min(max(slower / usual_seconds(both), 0.25), 1.0)
+        shares.append(statistics.fmean(both))
+    return min(max(statistics.median(shares), 0.25), 1.0)
 
 
 def measure_shares(paths: tuple[Path, ...]) -> tuple[int, ...]:

@@ -32,7 +32,8 @@ def figures(question: Question, plan: Plan) -> PlanReport:
     trace = simulate(plan.ops, plan.pools, hardware_for(machine, profile))
     flops = sum(call.flops + profile.backward_flops(call) for call in profile.calls)
     spread = _SPREAD_MEASURED if question.measured else _SPREAD_CATALOGUE
-    run = plan.step_seconds * question.steps
+    slowest = max(plan.step_seconds, plan.wary_step_seconds)
+    runs = [seconds * question.steps for seconds in ((1 - spread) * plan.step_seconds, (1 + spread) * slowest)]
     tokens_per_s = base.tokens / plan.step_seconds
     endurance = machine.endurance_bytes
     per_second = machine.price / _SECONDS_OF_OWNERSHIP
@@ -55,11 +56,11 @@ def figures(question: Question, plan: Plan) -> PlanReport:
             part: _count([getattr(where, part) for where in plan.placement.units]) for part in ("weights", "states")
         },
         written_bytes=plan.bytes_written,
-        run_seconds=((1 - spread) * run, (1 + spread) * run),
+        run_seconds=(runs[0], runs[1]),
         run_written_bytes=plan.bytes_written * question.steps,
         endurance_share=plan.bytes_written * question.steps / endurance if endurance else 0.0,
         dollars_per_million_tokens=per_second / tokens_per_s * 1e6,
-        dollars_per_run=per_second * run,
+        dollars_per_run=per_second * plan.step_seconds * question.steps,
         activations=_count([_kept_as(kept) for kept in plan.placement.acts]),
         notes=plan.notes,
     )

@@ -40,7 +40,7 @@ from spillway.spec.machine import Machine
 from spillway.spec.model import ModelProfile
 from spillway.spec.options import TrainOptions
 from spillway.spec.plan import KeepPoints, Plan
-from spillway.spec.sizes import parse_size
+from spillway.spec.sizes import format_size, parse_size
 from spillway.store.disk import even_geometry, free_on
 
 # The GPT shapes of the papers: layers, heads, hidden (vocabulary 50,257).
@@ -203,6 +203,12 @@ def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: Ow
         machine = replace(machine, hardware=as_seen(machine.hardware, paths))
     else:
         machine = find_machine(hardware)
+    device = machine.host_bytes if machine.hardware.device == "cpu" else machine.device_bytes
+    for tier, most in (("device", device), ("host", machine.host_bytes), ("disk", machine.disk_bytes)):
+        memory = getattr(options, f"{tier}_memory")
+        if memory is not None and parse_size(memory) > most:
+            has = f"{machine.name} has {format_size(most)}"
+            reporter.say(f"note: --{tier}-memory {memory} is more than there is: {has}")
     return Question(options, machine, hardware is None, count_steps(options, reporter), own)
 
 

@@ -37,7 +37,8 @@ def print_report(console: Console, report: PlanReport) -> None:
     clipped = report.clipped_step_seconds
     slower = f", {format_seconds(clipped)} where gradients are clipped" if clipped else ""
     table.add_row("step", f"{format_seconds(report.step_seconds)} for {report.tokens:,} tokens{slower}")
-    table.add_row("tokens per second", f"{report.tokens_per_s:,.0f}")
+    fewer = f", {report.tokens / clipped:,.0f} where gradients are clipped" if clipped else ""
+    table.add_row("tokens per second", f"{report.tokens_per_s:,.0f}{fewer}")
     share = f" ({report.peak_share:.0%} of the device's peak)" if report.peak_share else ""
     table.add_row("model FLOP/s", f"{report.model_flops_per_s / 1e12:.1f} TFLOP/s{share}")
     busy = ", ".join(f"{lane} {part:.0%}" for lane, part in sorted(report.busy_share.items(), key=lambda x: -x[1]))
@@ -49,15 +50,20 @@ def print_report(console: Console, report: PlanReport) -> None:
         wear = f", {report.endurance_share:.1%} of the drives' endurance" if report.endurance_share else ""
         table.add_row("written by the run", f"{format_size(report.run_written_bytes)}{wear}")
     if report.dollars_per_million_tokens:
-        run = f", {report.dollars_per_run:.2f} for the run" if report.dollars_per_run else ""
-        table.add_row(
-            "dollars", f"{report.dollars_per_million_tokens:.3f} per million tokens{run}, of the parts' price"
-        )
+        most = clipped / report.step_seconds if clipped else 1.0
+        run = f", {_span(report.dollars_per_run, most, 2)} for the run" if report.dollars_per_run else ""
+        per_million = _span(report.dollars_per_million_tokens, most, 3)
+        table.add_row("dollars", f"{per_million} per million tokens{run}, of the parts' price")
     console.print(table)
     for note in report.notes:
         console.print(f"note: {note}")
     for item in report.helps:
         console.print(f"would help: {item.change}, {item.gain:+.0%} tokens per second")
+
+
+def _span(least: float, times: float, digits: int) -> str:
+    """From `least` to so many times as much."""
+    return f"{least:.{digits}f}" + (f" to {least * times:.{digits}f}" if times > 1 else "")
 
 
 def print_sweep(console: Console, points: list[tuple[str, PlanReport]]) -> None:

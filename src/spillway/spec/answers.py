@@ -33,7 +33,7 @@ class PlanReport:
     phases: dict[str, TierPeaks] = field(default_factory=dict)  # load, step, evaluation, save, export
     step_seconds: float = 0.0
     clipped_step_seconds: float = 0.0  # of one whose gradients are clipped; 0 where it takes no longer
-    tokens_per_s: float = 0.0
+    tokens_per_s: float = 0.0  # this and what follows where no gradients are clipped
     model_flops_per_s: float = 0.0
     peak_share: float = 0.0  # of what the device's maker promises
     bottleneck: str = ""
@@ -42,7 +42,7 @@ class PlanReport:
     placement: dict[str, dict[str, int]] = field(default_factory=dict)  # weights and states: units per tier
     written_bytes: float = 0.0  # a step
     run_steps: int = 0
-    run_seconds: tuple[float, float] = (0.0, 0.0)
+    run_seconds: tuple[float, float] = (0.0, 0.0)  # from no step clipped to all of them
     run_written_bytes: float = 0.0
     endurance_share: float = 0.0  # of the drives', by the whole run
     dollars_per_million_tokens: float = 0.0
