@@ -69,6 +69,16 @@ def test_more_memory_than_the_machine_has_is_said(capsys: pytest.CaptureFixture[
     assert "--host-memory 10TB is more than there is: lohan-4090 has" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_drive_that_holds_the_store_and_not_the_trained_model_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    machine, shape = "lohan-4090", ("--max-length", "1024", "--per-device-train-batch-size", "1")
+    found = ask(capsys, "gpt-13b", "--hardware", machine, *shape)
+    assert not any("trained model" in note for note in found["notes"])
+    disk = found["peaks"]["disk"] + found["num_params"]
+    found = ask(capsys, "gpt-13b", "--hardware", machine, *shape, "--disk-memory", disk)
+    assert found["fits"] and found["phases"]["save"]["disk"] > disk
+    assert any("trained model" in note and "--output-dir" in note for note in found["notes"])
+
+
 def test_rows_are_given_or_chosen_and_not_both(capsys: pytest.CaptureFixture[str]) -> None:
     both = ("--batch-tokens", "8192", "--per-device-train-batch-size", "4")
     assert run(["plan", "gpt-13b", "--hardware", "lohan-4090", *both]) == 2

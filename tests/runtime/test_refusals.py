@@ -90,9 +90,15 @@ def test_a_unit_that_reads_buffers_it_changes_is_computed_again_from_the_old_one
             spectral_norm(block.linear)
         return model
 
-    plain = normed()
+    model, _ = three_steps_beside_plain_pytorch(normed, activations)
+    spillway.close(model)
+
+
+def three_steps_beside_plain_pytorch(make: Callable[[], nn.Module], activations: str) -> tuple[nn.Module, nn.Module]:
+    """The model of the same seed twice, after three equal steps."""
+    plain = make()
     model, optimizer = spillway.prepare(
-        normed(), spillway.SGD(lr=0.1, momentum=0.0, max_grad_norm=None), device="cpu", activations=activations
+        make(), spillway.SGD(lr=0.1, momentum=0.0, max_grad_norm=None), device="cpu", activations=activations
     )
     other = torch.optim.SGD(plain.parameters(), lr=0.1)
     for number in range(3):
@@ -106,15 +112,15 @@ def test_a_unit_that_reads_buffers_it_changes_is_computed_again_from_the_old_one
     trained = spillway.api.read_parameters(model)
     for name, param in plain.named_parameters():
         torch.testing.assert_close(trained[name], param.detach(), rtol=1e-5, atol=1e-6, msg=name)
-    spillway.close(model)
+    return model, plain
 
 
-class Counting(torch.nn.Module):
+class Counting(nn.Module):
     """What it gives depends on how often it was called, and on a list and a tensor that it keeps."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = torch.nn.Linear(8, 8)
+        self.linear = nn.Linear(8, 8)
         self.calls = 0
         self.seen: list[int] = []
         self.total = torch.zeros(())
@@ -126,11 +132,11 @@ class Counting(torch.nn.Module):
         return self.linear(x) * (1 + 0.1 * self.calls + 0.1 * len(self.seen) + 0.1 * self.total)
 
 
-class Counted(torch.nn.Module):
+class Counted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = torch.nn.ModuleList(Counting() for _ in range(2))
+        self.blocks = nn.ModuleList(Counting() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -140,19 +146,7 @@ class Counted(torch.nn.Module):
 
 @pytest.mark.parametrize("activations", ("recompute", "tape", "keep"))
 def test_what_a_forward_counts_counts_once_and_backward_sees_it_as_the_forward_did(activations: str) -> None:
-    plain = Counted()
-    model, optimizer = spillway.prepare(
-        Counted(), spillway.SGD(lr=0.1, momentum=0.0, max_grad_norm=None), device="cpu", activations=activations
-    )
-    other = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for number in range(3):
-        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
-        loss, expected = model(x), plain(x)
-        torch.testing.assert_close(loss.item(), expected.item(), rtol=1e-6, atol=0)
-        for each, step in ((loss, optimizer), (expected, other)):
-            each.backward()
-            step.step()
-        other.zero_grad()
+    model, plain = three_steps_beside_plain_pytorch(Counted, activations)
     for block, known in zip(model.blocks, plain.blocks, strict=True):
         assert (block.calls, block.seen, block.total) == (known.calls, known.seen, known.total) == (3, [1, 2, 3], 3)
     spillway.close(model)

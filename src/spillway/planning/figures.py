@@ -10,6 +10,7 @@ from spillway.planning.question import Question, hardware_for, rate_share
 from spillway.spec.answers import PlanReport
 from spillway.spec.errors import PlanInfeasible
 from spillway.spec.plan import Kept, Plan, TierPeaks
+from spillway.spec.sizes import format_size
 from spillway.spec.trace import Trace
 
 # A prediction from catalogue figures is not worth more than this; from measured ones half of it.
@@ -36,13 +37,14 @@ def figures(question: Question, plan: Plan) -> PlanReport:
     runs = [seconds * question.steps for seconds in ((1 - spread) * plan.step_seconds, (1 + spread) * slowest)]
     tokens_per_s = base.tokens / plan.step_seconds
     endurance = machine.endurance_bytes
+    phases = phase_peaks(profile, plan, MAX_SHARD_BYTES)
     per_second = machine.price / _SECONDS_OF_OWNERSHIP
     peak = machine.peak_flops_per_s * rate_share(machine, profile)
     return replace(
         base,
         fits=True,
         peaks=plan.peaks,
-        phases=phase_peaks(profile, plan, MAX_SHARD_BYTES),
+        phases=phases,
         step_seconds=plan.step_seconds,
         clipped_step_seconds=plan.wary_step_seconds,
         tokens_per_s=tokens_per_s,
@@ -62,8 +64,18 @@ def figures(question: Question, plan: Plan) -> PlanReport:
         dollars_per_million_tokens=per_second / tokens_per_s * 1e6,
         dollars_per_run=per_second * plan.step_seconds * question.steps,
         activations=_count([_kept_as(kept) for kept in plan.placement.acts]),
-        notes=plan.notes,
+        notes=(*plan.notes, *_notes_on_saving(phases["save"].disk, base.budget.disk_bytes)),
     )
+
+
+def _notes_on_saving(needed: int, there: int) -> list[str]:
+    """Where steps fit and the trained model beside them does not."""
+    if needed <= there:
+        return []
+    return [
+        f"the trained model needs {format_size(needed - there)} more of disk than there is beside the store: let "
+        f"--output-dir be on another drive"
+    ]
 
 
 def _kept_as(kept: Kept) -> str:
