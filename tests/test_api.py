@@ -1,6 +1,7 @@
 """The Python API: what a user's own loop meets."""
 
 import copy
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -614,6 +615,85 @@ def test_a_model_may_ask_its_parameters_where_they_are_but_not_for_their_values(
         lambda weight: weight.sum(),
         lambda weight: torch.ones(2, 8) @ weight,
     ):
-        with pytest.raises(UsageError, match="a parameter of a model that streams"):
+        with pytest.raises(UsageError, match=r"given linear\.weight, a parameter of a model that streams"):
             misuse(model.linear.weight)
+    with pytest.raises(UsageError, match=r"linear\.weight has no values to save"):
+        torch.save(model.linear.state_dict(), io.BytesIO())
+    spillway.close(model)
+
+
+class Gains(nn.Module):
+    """Parameters in a list that is no module of its own: it has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.gains = nn.ParameterList(nn.Parameter(torch.full((8,), 0.5 + number)) for number in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, gain in zip(self.layers, self.gains, strict=True):
+            x = x + gain * torch.relu(layer(x))
+        return x.square().mean()
+
+
+def test_parameters_in_a_list_are_those_of_the_module_that_holds_it() -> None:
+    torch.manual_seed(0)
+    plain = Gains()
+    model, optimizer = spillway.prepare(copy.deepcopy(plain), SETTINGS, device="cpu")
+    other = torch.optim.AdamW(reference.groups(plain, 0.01), lr=1e-3, eps=reference.EPS, fused=True)
+    for number in range(2):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+        for each, step in ((model(x), optimizer), (plain(x), other)):
+            each.backward()
+            step.step()
+        other.zero_grad()
+    for name, weight in read_parameters(model).items():
+        torch.testing.assert_close(weight, dict(plain.named_parameters())[name].detach(), rtol=1e-5, atol=1e-6)
+    spillway.close(model)
+
+
+@pytest.mark.parametrize("update", ("serial", "overlap", "deferred"))
+def test_a_learning_rate_that_comes_after_the_forward_it_is_for_is_refused(update: str) -> None:
+    model, optimizer = spillway.prepare(models.llama(), SETTINGS, device="cpu", update=update)
+    model(**models.batch("llama", 0)).loss.backward()
+    before, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.5
+    with pytest.raises(UsageError, match="was changed after the forward"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = before
+    optimizer.step()
+    assert optimizer.num_steps == 1
+    spillway.close(model)
+
+
+def test_states_of_another_optimizer_are_not_taken_for_ours() -> None:
+    plain = models.llama()
+    other = torch.optim.AdamW(plain.parameters())
+    plain(**models.batch("llama", 0)).loss.backward()
+    other.step()
+    model, optimizer = spillway.prepare(plain, SETTINGS, device="cpu")
+    with pytest.raises(UsageError, match="rest in the store"):
+        optimizer.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    spillway.close(model)
+
+
+def test_an_example_without_tensors_is_refused_and_the_model_may_be_prepared_with_another() -> None:
+    model = models.llama()
+    with pytest.raises(UsageError, match="no tensor in it"):
+        spillway.prepare(model, SETTINGS, device="cpu", example={"input_ids": 1})
+    spillway.prepare(model, SETTINGS, device="cpu", example=models.batch("llama", 0))
+    spillway.close(model)
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_what_is_computed_again_is_for_the_plan_to_say(reentrant: bool) -> None:
+    plain = models.llama()
+    model = copy.deepcopy(plain)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model, _ = spillway.prepare(model, SETTINGS, device="cpu")
+    batch = models.batch("llama", 0)
+    loss = model(**batch).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-6)
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     spillway.close(model)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from spillway.assembly import Place, assemble, check_fresh, forget, give_back, is_closed, prepared
 from spillway.checkpoint.load import StoreBytes, read_parameter
@@ -197,6 +198,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def _open(model: nn.Module, example: Mapping[str, Any]) -> None:
+    if example and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(dict(example))):
+        give_back(model)
+        raise UsageError("example= has no tensor in it: give keyword arguments of one forward, as a batch has them")
     try:
         prepared(model).session.open((), dict(example))
     except BaseException:

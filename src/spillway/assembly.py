@@ -97,7 +97,7 @@ def check_fresh(model: nn.Module) -> None:
                 f"summed unit by unit; freeze a part of it instead, or scale the loss"
             )
     if model in _prepared or model in _closed:
-        raise UsageError("this model was prepared before: build or load it anew")
+        raise UsageError("this model was prepared before, and its weights are in the store: build or load it anew")
 
 
 def assemble(

@@ -20,7 +20,8 @@ from spillway.spec.sizes import format_size, parse_size
 from spillway.spec.state import StateFormat
 from spillway.store.disk import Geometry, free_on
 
-# Workspaces of matrix products, one for each thread that computes, and kernels that are loaded when first used.
+# Workspaces of matrix products, one for each thread that computes, kernels that are loaded when first used, and what an
+# update there takes besides its states (144 MiB).
 _DEVICE_RESERVE = 400 << 20
 # What libraries, threads and the user's data still take after the plan was made.
 _PROCESS_RESERVE = 80 << 20

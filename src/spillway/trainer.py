@@ -103,7 +103,8 @@ class TrainerMixin:
         super().__init__(*args, **kwargs)
         self._check()
         self.label_smoother = None  # `prepare` is told: the smoother would need whole logits
-        self.args._n_gpu = 1
+        self.args._n_gpu = 1  # and not as many times larger batches as there are GPUs
+        self._train_batch_size = self.args.train_batch_size
 
     def _check(self) -> None:
         """Raise UsageError for what cannot be followed; leave recomputation to the plan."""

@@ -157,7 +157,7 @@ def test_a_gated_model(fail: Fail, data: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_values_that_make_no_sense(fail: Fail, model: Path, data: Path) -> None:
     assert fail(model, data, "--learning-rate", "0")[1] == "spillway: --learning-rate must be more than 0, not 0.0"
     assert "is not one of" in fail(model, data, "--lr-scheduler-type", "zigzag")[1]
-    assert "is not one of auto, cuda, cpu" in fail(model, data, "--device", "tpu")[1]
+    assert "is not one of auto, cuda, cuda:1, cpu" in fail(model, data, "--device", "tpu")[1]
     assert "is not one of bfloat16, float16, float32" in fail(model, data, "--dtype", "float8")[1]
     assert fail(model, data, "--clip-by", "foo")[1] == "spillway: --clip-by foo is not one of norm, unit, value"
     assert "--loss-scale lots is not auto, dynamic or a number" in fail(model, data, "--loss-scale", "lots")[1]

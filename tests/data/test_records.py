@@ -25,7 +25,7 @@ def test_what_a_record_is_shows_in_its_fields(tmp_path: Path) -> None:
 def test_text_json_and_parquet_files_and_directories_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "b.json").write_text('[{"text": "one"}, {"text": "two"}]')
-    (tmp_path / "c.json").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "c.json").write_text('\ufeff{"text": "one"}\n{"text": "two"}\n')  # begun as editors on Windows do
     pyarrow.parquet.write_table(pyarrow.table({"text": ["x", "y"]}), tmp_path / "d.parquet")
     assert kinds(tmp_path) == ["text"] * 7
 
@@ -58,6 +58,7 @@ def test_records_of_sharegpt_and_alpaca_are_conversations(tmp_path: Path) -> Non
         ('{"conversations": {}}', "must be a list of objects with 'from'"),
         ('{"instruction": "a"}', "needs 'output' too"),
         ('{"txt": "a"}', "this one has 'txt'"),
+        ('{"text": null}', r"this one has 'text' \(null\)"),
         ('{"messages": [{"role": "bot", "content": "a"}]}', "role 'bot' of message 1 is unknown"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "nothing to train on"),
         ('{"messages": [{"role": "user"}]}', r"message 1 \(user\) has no 'content'"),

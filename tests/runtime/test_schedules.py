@@ -93,3 +93,43 @@ def test_what_is_kept_elsewhere_is_refused_and_may_be_made_before() -> None:
     model, _ = spillway.prepare(again, spillway.AdamW(lr=1e-3), device="cpu")
     assert model(rows).item() == pytest.approx(expected, rel=1e-6)
     close(model)
+
+
+class Looking(nn.Module):
+    """Its blocks may look at a value, so that no forward on shapes alone tells what they call."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.looks = looks
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+        self.blocks[0].requires_grad_(False)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+            if self.looks and x.detach().sum().item() > 1e9:
+                x = x * 0
+        return self.norm(x).square().mean()
+
+
+@pytest.mark.parametrize("activations", ("recompute", "tape", "keep"))
+def test_a_forward_on_real_data_tells_of_activations_what_one_on_shapes_does(activations: str) -> None:
+    rows, found = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)), {}
+    for looks in (False, True):
+        model, optimizer = spillway.prepare(
+            Looking(looks), spillway.SGD(lr=0.1, momentum=0.0), device="cpu", activations=activations
+        )
+        losses = []
+        for _ in range(2):
+            loss = model(rows)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        schedule = prepared(model).session.schedules.of((rows,), {})
+        found[looks] = losses, schedule.profile, schedule.plan.peaks.device
+        close(model)
+    assert found[True] == found[False]
+    calls = found[True][1].calls
+    assert all(call.work_bytes and call.saved_bytes for call in calls[1:]) and any(call.act_bytes for call in calls)

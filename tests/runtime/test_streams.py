@@ -21,8 +21,8 @@ import spillway
 from spillway import planner
 from spillway.api import close, read_parameters
 from spillway.assembly import prepared
-from spillway.model.profile import UnitCall
 from spillway.runtime import engine, window
+from spillway.runtime.calls import FlatCall
 from spillway.runtime.device import CpuDevice
 from spillway.spec.plan import Plan
 
@@ -291,15 +291,15 @@ def test_a_cpu_has_no_streams(tmp_path: Path) -> None:
 def test_streams_on_the_gpu_change_no_bit(
     name: str, activations: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    call = UnitCall.run
+    call = FlatCall.run
 
-    def slow(self: UnitCall) -> Any:
+    def slow(self: FlatCall, tensors: list[torch.Tensor]) -> Any:
         torch.cuda._sleep(1_000_000)  # what does not wait for it is seen to be wrong
-        return call(self)
+        return call(self, tensors)
 
     with sdpa_kernel(SDPBackend.MATH):  # other kernels may sum in any order
         expected = train(name, tmp_path / "alone", activations, 10, "cuda", streams=1)
-        monkeypatch.setattr(UnitCall, "run", slow)
+        monkeypatch.setattr(FlatCall, "run", slow)
         losses, weights = train(name, tmp_path / "beside", activations, 10, "cuda", streams=STREAMS)
     assert losses == expected[0]
     assert all(torch.equal(weights[key], value) for key, value in expected[1].items())

@@ -18,7 +18,7 @@ from spillway.spec.errors import UsageError
 FIRST_PAGE = {
     "output_dir": "Run directory: plan, metrics, store, final model.",
     "store": "Directory on a fast drive for weights and optimizer states; again for more drives. Default: in the run.",
-    "device": "auto, cuda or cpu.",
+    "device": "auto, cuda (or cuda:1, ...) or cpu.",
     "device_memory": "How much of the device may be used, e.g. 24GB. Default: what is free.",
     "host_memory": "How much host memory may be used, e.g. 64GB. Default: nine tenths of what is free.",
     "disk_memory": "How much disk may be used, e.g. 1TB. Default: what is free.",

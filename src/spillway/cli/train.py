@@ -1,6 +1,7 @@
 """`spillway train`."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ def _show_all(context: click.Context, _: click.Parameter, value: bool) -> None:
                 parameter.hidden = False
         click.echo(context.get_help())
         context.exit()
+
+
+def _let_segments_grow() -> None:
+    """Of PyTorch's allocator on a GPU, unless the user says otherwise: what is freed in one size then serves others,
+    and what it holds stays near what is used. It reads this when it first allocates."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 @click.command("train")
@@ -59,6 +67,7 @@ def train_command(context: click.Context, /, as_json: bool, config: str | None, 
     from spillway.report.progress import Reporter
     from spillway.training import train
 
+    _let_segments_grow()
     origins = {
         name: _ORIGINS.get(source, "default") for name in values if (source := context.get_parameter_source(name))
     }

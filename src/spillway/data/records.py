@@ -69,7 +69,7 @@ def as_record(row: Any, where: str) -> Record:
         return _alpaca(row, where)
     if row.get("text") is not None:
         return Record("text", where, text=_string(row["text"], "text", where))
-    fields = ", ".join(f"'{key}'" for key in row) or "none"
+    fields = ", ".join(f"'{key}'" if row[key] is not None else f"'{key}' (null)" for key in row) or "none"
     raise DataError(f"{where}: a record needs {_KINDS}; this one has {fields}")
 
 
@@ -107,7 +107,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
         if rows is not None:
             yield from enumerate(rows if isinstance(rows, list) else [rows], 1)
             return
-    with open(path, encoding="utf-8", errors="strict") as file:
+    with open(path, encoding="utf-8-sig", errors="strict") as file:
         try:
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -144,7 +144,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _decode(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # with a byte order mark, as Windows writes, or without
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     except OSError as error:

@@ -216,11 +216,12 @@ def save_config(model: nn.Module, directory: Path, source: Path | None, dtype: t
 
 
 def adapt(model: nn.Module, called: nn.Module, session: Session, label_smoothing: float) -> None:
-    """Make a transformers model train well: no key-value cache, and logits that are never whole in memory. `called`:
-    it, or what hands its batches on to it; that may be a part of what is trained. Raises UsageError where its loss
-    cannot be smoothed."""
+    """Make a transformers model train well: no key-value cache, no checkpointing of its own, and logits that are never
+    whole in memory. `called`: it, or what hands its batches on to it; that may be a part of what is trained. Raises
+    UsageError where its loss cannot be smoothed."""
     if not isinstance(model, transformers.PreTrainedModel):
         return
+    _compute_again_as_planned(model, session)
     for part in model.modules():
         if isinstance(part, transformers.PreTrainedModel) and getattr(part.config, "use_cache", False):
             _train_without_cache(part, session)
@@ -228,6 +229,16 @@ def adapt(model: nn.Module, called: nn.Module, session: Session, label_smoothing
         session.schedules.looks.append(Look(read_masks, masks_told))
     session.side_outputs = captured
     install_loss(model, called, session, label_smoothing)
+
+
+def _compute_again_as_planned(model: transformers.PreTrainedModel, session: Session) -> None:
+    """And not also as the model was told: what was computed again would be once more."""
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return
+    # Later versions of transformers have another name for it.
+    name = "activation" if hasattr(model, "activation_checkpointing_disable") else "gradient"
+    getattr(model, f"{name}_checkpointing_disable")()
+    session.on_undo.append(getattr(model, f"{name}_checkpointing_enable"))
 
 
 def _train_without_cache(model: transformers.PreTrainedModel, session: Session) -> None:

@@ -30,7 +30,7 @@ def make_placeholders(units: tuple[Unit, ...], device: torch.device) -> dict[str
     """Parameters without values, of the same names, shapes, dtypes and need for gradients, on the device that computes.
     They stand in the module tree while a unit is not computing, and are what param_groups and schedulers see."""
     return {
-        place.name: make_placeholder(place.shape, place.dtype, device, place.trainable)
+        place.name: make_placeholder(place.name, place.shape, place.dtype, device, place.trainable)
         for unit in units
         for place in unit.layout.places
     }

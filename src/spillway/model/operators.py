@@ -1,5 +1,6 @@
 """Classes of operators: which outputs are worth keeping between forward and backward, and what each costs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -47,12 +48,13 @@ def _place_of_dropout(func: Any) -> int | None:
     return names.index("dropout_p") if "dropout_p" in names else None
 
 
-def flop_counter() -> FlopCounterMode:
-    """PyTorch's, which leaves out products of groups (experts) and attention on the CPU, and before 2.12 refuses one
-    with fewer heads of keys and values than of queries."""
+@cache
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """FLOPs by operator: PyTorch's, which leave out products of groups (experts) and attention on the CPU, and before
+    2.12 refuse one with fewer heads of keys and values than of queries."""
     kernels = [getattr(torch.ops.aten, _ATTENTION + kind) for kind in _ATTENTION_KINDS]
-    formulas = {**dict.fromkeys(kernels, _attention_flops), torch.ops.aten._grouped_mm: _grouped_flops}
-    return FlopCounterMode(display=False, custom_mapping=formulas)
+    own = {**dict.fromkeys(kernels, _attention_flops), torch.ops.aten._grouped_mm: _grouped_flops}
+    return FlopCounterMode(display=False, custom_mapping=own).flop_registry
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -81,11 +83,11 @@ class _Found:
 
 
 class OperatorTally(TorchDispatchMode):
-    """Adds up what the operators of one call give and cost. Entered after `flops`, which it reads."""
+    """Adds up what the operators of one call give and cost. `flops`: of all of them."""
 
-    def __init__(self, flops: FlopCounterMode) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._flops = flops
+        self.flops = 0.0
         self._found = _Found()
 
     def __torch_dispatch__(
@@ -93,12 +95,14 @@ class OperatorTally(TorchDispatchMode):
     ) -> Any:
         """Run the operator and count its output."""
         kwargs = kwargs or {}
-        before = self._flops.get_total_flops()
         result = func(*args, **kwargs)
-        if any(given.alias_info is None for given in func._schema.returns):
+        formula = _formulas().get(func._overloadpacket)
+        flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
+        self.flops += flops
+        if _makes_something(func):
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             entry = self._found.classes.setdefault(class_of(func, args, kwargs) or OTHER, _Sum())
-            entry.flops += float(self._flops.get_total_flops() - before)
+            entry.flops += flops
             entry.num_bytes += sum(align(tensor.numel() * tensor.element_size(), PAGE) for tensor in tensors)
             entry.count += len(tensors)
         return result
@@ -110,3 +114,9 @@ class OperatorTally(TorchDispatchMode):
             for name, entry in self._found.classes.items()
         ]
         return tuple(sorted(found, key=lambda entry: -entry.benefit))
+
+
+@cache
+def _makes_something(func: Any) -> bool:
+    """Whether an operator gives more than views of what it was given, or that itself."""
+    return any(given.alias_info is None for given in func._schema.returns)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
-from spillway.model.operators import OperatorTally, flop_counter
+from spillway.model.operators import OperatorTally
 from spillway.model.units import Unit
 from spillway.model.work import Work
+from spillway.spec.errors import UsageError
 from spillway.spec.model import CallProfile, ModelProfile, OperatorClass, UnitProfile
 from spillway.spec.sizes import PAGE, align
 
@@ -55,7 +55,8 @@ class CallRecord:
     chunk_rows: int = 0
     again: UnitCall | None = None  # to call it on other fake tensors
     origins: dict[int, frozenset[int]] = field(default_factory=dict)  # per output: inputs it was computed from
-    differentiated: bool = True  # an output needs a gradient, or that is not known
+    differentiated: bool = True  # an output needs a gradient
+    work: Work | None = None  # measured while it was called, on real tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,33 +83,34 @@ class Profiler:
     weights: set[int] = field(default_factory=set)
     is_fake: bool = False
     calls: list[CallRecord] = field(default_factory=list)
-    _flops: FlopCounterMode = field(default_factory=flop_counter)
 
-    def __enter__(self) -> "Profiler":
-        self._flops.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._flops.__exit__(*error)
-
-    def call(self, call: UnitCall) -> Any:
-        """Run one call and write it down."""
-        inputs = _tensors_by_place((call.args, call.kwargs))
+    def call(self, call: UnitCall, work: Work | None = None) -> Any:
+        """Run one call and write it down, with what is known of its memory."""
+        inputs = tensors_by_place((call.args, call.kwargs))
         saved: dict[Any, int] = {}
         elsewhere = self.weights | {storage_of(tensor) for tensor in inputs.values()}
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
+        def note(tensor: torch.Tensor) -> torch.Tensor | None:
             storage = tensor.untyped_storage()
             if storage._cdata not in elsewhere:
                 saved[storage._cdata] = storage.nbytes()
-            return tensor.detach()  # itself would be held by what made it, for good
+            if not self.is_fake:
+                return None  # the activations of all calls would fill the memory
+            # What an operator made would be held by it, for good.
+            return tensor if tensor.is_leaf else tensor.detach()
 
-        before = self._flops.get_total_flops()
-        tally = OperatorTally(self._flops)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), tally:
+        def saved_again(tensor: torch.Tensor | None) -> torch.Tensor:
+            if tensor is None:
+                raise UsageError(
+                    f"the forward depends on values and {call.member or 'a unit'} asks for gradients within it: such a "
+                    f"model cannot be planned"
+                )
+            return tensor
+
+        tally = OperatorTally()
+        with torch.autograd.graph.saved_tensors_hooks(note, saved_again), tally:
             result = call.run()
-        outputs = _tensors_by_place(result)
-        flops = float(self._flops.get_total_flops() - before)
+        outputs = tensors_by_place(result)
         first = next(iter(inputs.values()), None)
         rows = first.shape[0] if first is not None and first.dim() else 0
         record = CallRecord(
@@ -117,7 +119,7 @@ class Profiler:
             call.kind,
             inputs,
             outputs,
-            flops,
+            tally.flops,
             sum(saved.values()),
             len(saved),
             tally.classes(),
@@ -125,7 +127,8 @@ class Profiler:
             call.chunk_rows,
             call if self.is_fake else None,
             _origins(inputs, outputs),
-            not self.is_fake or any(output.requires_grad for output in outputs.values()),
+            any(output.requires_grad for output in outputs.values()),
+            work,
         )
         self.calls.append(record)
         return result
@@ -136,7 +139,8 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _tensors_by_place(tree: Any) -> dict[int, torch.Tensor]:
+def tensors_by_place(tree: Any) -> dict[int, torch.Tensor]:
+    """The tensors among its flattened leaves, each by its place there."""
     return {place: leaf for place, leaf in enumerate(tree_flatten(tree)[0]) if isinstance(leaf, torch.Tensor)}
 
 
@@ -295,6 +299,15 @@ def _whole(call: CallRecord) -> int:
     """What goes in and out of a call that is cut, and its gradients: they are of the whole batch."""
     outputs = sum(tensor_bytes(tensor) for tensor in call.outputs.values())
     return 2 * outputs + sum(tensor_bytes(tensor) for tensor in call.inputs.values() if tensor.requires_grad)
+
+
+def with_units(profile: ModelProfile, units: tuple[Unit, ...]) -> ModelProfile:
+    """The same calls of units that are laid out for another optimizer."""
+    return replace(
+        profile,
+        units=tuple(map(unit_profile, units)),
+        update_bytes=max(unit.layout.update_bytes for unit in units),
+    )
 
 
 def unit_profile(unit: Unit) -> UnitProfile:

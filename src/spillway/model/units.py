@@ -32,7 +32,8 @@ class Unit:
 def find_units(model: nn.Module, state_format: StateFormat = EXACT) -> tuple[Unit, ...]:
     """Every child of an outermost ModuleList (or of a Sequential) is a unit, and so is every other module with
     parameters below which there is no such list. Modules that share parameters are one unit. Parameters held directly
-    by a module above units form the last unit, without members. `state_format`: what the optimizer keeps of each.
+    by a module above units (or in a ParameterList of it) form the last unit, without members. `state_format`: what the
+    optimizer keeps of each.
 
     Raises UsageError for a model without parameters or with parameters that cannot be trained as they are.
     """
@@ -61,8 +62,8 @@ def _blocks(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         return
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if not _has_parameters(child):
-            continue
+        if not _has_parameters(child) or isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            continue  # those have no forward: they are held by this module
         if _is_list(module) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield child_path, child
         else:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -76,11 +75,11 @@ def measure_work(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    params: list[nn.Parameter],
+    params: list[torch.Tensor],
     device_kind: str,
 ) -> Work:
-    """Of forward and backward, inputs and parameters (and what gathers their gradients) apart. On fake tensors:
-    nothing is computed. `device_kind`: of the device that will."""
+    """Of forward and backward, inputs and parameters (and what gathers their gradients) apart. On fake
+    tensors nothing is computed. `device_kind`: of the device that will."""
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     trained = [param for param in params if param.requires_grad]
     for param in trained:
@@ -98,7 +97,7 @@ def measure_work(
     return Work(meter.peak + _hidden_bytes(params), meter.small_peak)
 
 
-def _hidden_bytes(params: list[nn.Parameter]) -> int:
+def _hidden_bytes(params: list[torch.Tensor]) -> int:
     largest = max(params, key=lambda param: param.numel() * param.element_size(), default=None)
     if largest is None or largest.dtype not in _INSTRUCTIONS:
         return _SCRATCH_BYTES

@@ -130,9 +130,20 @@ class StreamingOptimizer(torch.optim.Optimizer):
     def restore(self, step: int, saved: dict[str, str]) -> None:
         """Go on from a saved point."""
         self.num_steps = step
+        self._opt_called = True  # a scheduler that is brought to this step would warn that it came before the optimizer
         if self.loss_scale.is_dynamic and "loss_scale" in saved:
             found = json.loads(saved["loss_scale"])
             self.loss_scale.value, self.loss_scale.good_steps = found["value"], found["good_steps"]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Settings of groups only. Raises UsageError for states, which would be passed over: those of this rest in the
+        store."""
+        if state_dict.get("state"):
+            raise UsageError(
+                "optimizer states rest in the store and are not loaded from a state_dict: resume with prepare(..., "
+                "resume=True), or begin with new ones"
+            )
+        super().load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients start at zero after every step."""

@@ -137,7 +137,9 @@ def peaks(
         heap = max((model.calls[first].heap_bytes for first, _ in placed.calls), default=0)
         device += work + heap + int(_HEAP_OF_KEPT * on_device)
     else:
-        device += work + int(_FRAGMENTED * on_device)
+        # The first forward of a schedule does not fork: what it kept was another stream's, and is not used again.
+        pools_of_streams = 1 if placement.streams == 1 else 2
+        device += work + int(_FRAGMENTED * on_device) * pools_of_streams
     # Those of two calls may be on their way to host memory.
     moving = [size for tier, size, _ in stored if tier != "device"]
     device += 2 * max(moving, default=0)

@@ -28,7 +28,8 @@ from spillway.integrations.huggingface import (
     max_positions,
 )
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
-from spillway.model.profile import batch_rows
+from spillway.model.profile import batch_rows, with_units
+from spillway.model.units import find_units
 from spillway.optim.config import Rule, settings_of, state_format
 from spillway.plan.request import PlanRequest
 from spillway.plan.search import fits, make_plan, swapped_plans
@@ -41,6 +42,7 @@ from spillway.spec.model import ModelProfile
 from spillway.spec.options import TrainOptions
 from spillway.spec.plan import KeepPoints, Plan
 from spillway.spec.sizes import format_size, parse_size
+from spillway.spec.state import StateFormat
 from spillway.store.disk import even_geometry, free_on
 
 # The GPT shapes of the papers: layers, heads, hidden (vocabulary 50,257).
@@ -104,7 +106,7 @@ class Question:
     measured: bool
     steps: int
     own: OwnModel | None = None
-    _profiles: dict[tuple[int, int, int | None, str, int], ModelProfile] = field(default_factory=dict)
+    _profiles: dict[tuple[int, int, int | None, int], dict[StateFormat, ModelProfile]] = field(default_factory=dict)
 
     def budget(self, machine: Machine) -> Budget:
         """What the options allow of the machine."""
@@ -122,25 +124,28 @@ class Question:
         """The optimizer."""
         return settings_of(replace(self.options, **changed))
 
-    def profile(self, rows: int | None = None, layers: int | None = None, settings: Rule | None = None) -> Any:
-        """Of a step with so many rows (as many as the options say), and of so many blocks. Rows that are accumulated
-        are computed one micro-batch after another inside each unit, as `train` does."""
+    def profile(self, layers: int | None = None) -> ModelProfile:
+        """Of a step, and of so many blocks. Rows that are accumulated are computed one micro-batch after another inside
+        each unit, as `train` does."""
         options = self.options
         length = 0 if self.own else fitting_length(options)
-        rows = rows or options.per_device_train_batch_size * options.gradient_accumulation_steps
-        settings = settings or self.settings()
-        form = state_format(settings)
-        micro = min(options.per_device_train_batch_size, rows)
-        key = (rows, micro, layers, repr(form), length)
-        if key not in self._profiles:
+        micro = options.per_device_train_batch_size
+        rows = micro * options.gradient_accumulation_steps
+        form = state_format(self.settings())
+        key = (rows, micro, layers, length)
+        known = self._profiles.setdefault(key, {})
+        if form not in known:
             if self.own is not None:
                 model, batch = self.own.on_meta(), self.own.batch(rows)
             else:
                 model = build(self.options.model, as_dtype(self.options.dtype), layers, length)
                 ids = torch.zeros(rows, length, dtype=torch.int64)
                 batch = {"input_ids": ids, "labels": ids}
-            self._profiles[key] = model_profiler(model, form, batch, micro, self.machine.hardware.device)
-        return self._profiles[key]
+            if known:  # with states of another form, which are nothing to its calls
+                known[form] = with_units(next(iter(known.values())), find_units(model, form))
+            else:
+                known[form] = model_profiler(model, form, batch, micro, self.machine.hardware.device)
+        return known[form]
 
     def plan(self, machine: Machine, profile: ModelProfile) -> Plan:
         """Raises PlanInfeasible."""

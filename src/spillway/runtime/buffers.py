@@ -61,9 +61,9 @@ class BufferGuard:
 
 
 @contextmanager
-def nothing_kept(model: nn.Module) -> Iterator[None]:
-    """Undo what the model's modules keep of a forward inside, in buffers and in attributes."""
-    before = _Kept(model.modules())
+def nothing_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Undo what these modules keep of a forward inside, in buffers and in attributes."""
+    before = _Kept(modules)
     try:
         yield
     finally:

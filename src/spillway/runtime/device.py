@@ -28,8 +28,8 @@ class Device(Protocol):
     def pin(self, buffer: torch.Tensor) -> Callable[[], None]:
         """Make a host buffer fast to copy from and to, until the function that is returned is called."""
 
-    def copy(self, lane: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on the lane's own stream; returns when the copy is over."""
+    def copy(self, lane: str, moves: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy to each first tensor from the second, on the lane's own stream; returns when all copies are over."""
 
     def lane(self, lane: str) -> AbstractContextManager[None]:
         """Operators inside run on the lane, and are over at its end."""
@@ -85,9 +85,10 @@ class CpuDevice:
         """Nothing to do."""
         return lambda: None
 
-    def copy(self, lane: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        """A plain copy."""
-        target.copy_(source)
+    def copy(self, lane: str, moves: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Plain copies."""
+        for target, source in moves:
+            target.copy_(source)
 
     def lane(self, lane: str) -> AbstractContextManager[None]:
         """The lane's thread computes."""
@@ -188,16 +189,17 @@ class CudaDevice:
 
         return unpin
 
-    def copy(self, lane: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Blocks the lane's thread, not the GPU and not the interpreter."""
+    def copy(self, lane: str, moves: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Blocks the lane's thread, once for all, not the GPU and not the interpreter."""
         stream = self._streams[lane]
-        host = source if target.is_cuda else target
         with torch.cuda.stream(stream):
-            if host.is_cuda or self._is_pinned(host) or host.numel() * host.element_size() == 0:
-                target.copy_(source, non_blocking=True)
-                _pass(stream)
-            else:
-                self._copy_through_ring(lane, stream, target, source)
+            for target, source in moves:
+                host = source if target.is_cuda else target
+                if host.is_cuda or self._is_pinned(host) or host.numel() * host.element_size() == 0:
+                    target.copy_(source, non_blocking=True)
+                else:
+                    self._copy_through_ring(lane, stream, target, source)
+            _pass(stream)
 
     @contextmanager
     def lane(self, lane: str) -> Iterator[None]:
@@ -298,7 +300,8 @@ class CudaDevice:
         """They are the user's stream's, too, until it is done with them."""
         user = torch.cuda.current_stream(self.torch_device)
         for tensor in tensors:
-            tensor.record_stream(user)
+            if tensor.is_cuda:  # a call may also give a count that is on the CPU
+                tensor.record_stream(user)
 
     def seconds_between(self, first: object, second: object) -> float | None:
         """By the device's clock."""
@@ -339,20 +342,28 @@ def _forget_last_error() -> None:
     """A refused registration must not surface at the next kernel launch. PyTorch does not offer this call. There may be
     several runtimes in the process; which of them refused is not told."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    for library in {line.split()[-1] for line in lines if "libcudart" in line}:
+    for library in {line.split()[-1] for line in lines if "libcudart" in line and not line.endswith("(deleted)")}:
         ctypes.CDLL(library).cudaGetLastError()
 
 
 def open_device(name: str) -> Device:
-    """The device called 'auto', 'cpu' or 'cuda'. Raises UsageError where there is none of that name."""
+    """The device called 'auto', 'cpu', 'cuda' or 'cuda:1'. Raises UsageError where there is none of that name."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return CpuDevice()
-    if name != "cuda":
-        raise UsageError(f"the device '{name}' is not one of auto, cuda, cpu")
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not (number.isdecimal() or name == "cuda"):
+        raise UsageError(f"the device '{name}' is not one of auto, cuda, cuda:1, cpu")
     if not torch.cuda.is_available():
         raise UsageError(
             "there is no CUDA device PyTorch can use here: choose --device cpu, or install a CUDA build of PyTorch"
         )
-    return CudaDevice(torch.cuda.current_device())
+    if number and int(number) >= torch.cuda.device_count():
+        raise UsageError(f"there is no device '{name}' here: cuda:0 is the first of {torch.cuda.device_count()}")
+    if number:
+        torch.cuda.set_device(int(number))
+    device = CudaDevice(torch.cuda.current_device())
+    # Libraries that are loaded with the first product: their memory is not to be taken for free.
+    torch.mm(*torch.ones(2, 64, 64, device=device.torch_device))
+    return device

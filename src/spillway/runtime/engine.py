@@ -58,7 +58,7 @@ class Engine:
     def is_open(self) -> bool:
         """Whether the weights rest in the store. Raises UsageError once it was closed."""
         if self._closed:
-            raise UsageError("the model was closed: prepare it again, with resume=True to go on from its saved point")
+            raise UsageError("the model was closed: build or load it anew, and prepare that with resume=True to go on")
         return self.is_running
 
     def open(self, schedule: Schedule) -> None:

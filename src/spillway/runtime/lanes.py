@@ -116,7 +116,7 @@ class LaneWorker:
         target = home.device_weight if op.target == HOME else self._buffer(op.target)
         if op.stop and source is not None and target is not None:  # straight from an update
             part = SlabRange(home, op.start, op.stop)
-            self._device.copy("upload", part.weight_in_slot(target), part.weight_in_slab(source))
+            self._device.copy("upload", [(part.weight_in_slot(target), part.weight_in_slab(source))])
             return
         if self._skips(op):
             return
@@ -125,19 +125,20 @@ class LaneWorker:
             size = home.layout.weight_bytes
             if op.target == HOME and not op.late:
                 self.step.in_place = True
-            self._device.copy("upload", target[:size], source[:size])
+            self._device.copy("upload", [(target[:size], source[:size])])
 
     # Activations #
 
     def _download_act(self, op: Op, home: UnitHome) -> None:
-        buffer, at = self._buffer(op.target), 0
+        buffer, at, moves = self._buffer(op.target), 0, []
         outgoing = self.step.acts.pop(op.call, None)
         if outgoing is None:  # a forward that was given up is run out
             return
         for tensor in outgoing.tensors:
             size = tensor.numel() * tensor.element_size()
-            self._device.copy("download", buffer[at : at + size].view(tensor.dtype).view(tensor.shape), tensor)
+            moves.append((buffer[at : at + size].view(tensor.dtype).view(tensor.shape), tensor))
             at += align(size, PAGE)
+        self._device.copy("download", moves)
         outgoing.refuse_changed()
 
     def _write_act(self, op: Op, home: UnitHome) -> None:
@@ -150,7 +151,7 @@ class LaneWorker:
 
     def _upload_act(self, op: Op, home: UnitHome) -> None:
         size = int(op.amount)
-        self._device.copy("upload", self._buffer(op.target)[:size], self._buffer(op.source)[:size])
+        self._device.copy("upload", [(self._buffer(op.target)[:size], self._buffer(op.source)[:size])])
 
     # Gradients #
 
@@ -162,7 +163,7 @@ class LaneWorker:
         invariant(source is not None and target is not None, f"unit {op.unit} has no gradient to download")
         if source is not None and target is not None:
             size = home.layout.grad_bytes
-            self._device.copy("download", target[:size], source[:size])
+            self._device.copy("download", [(target[:size], source[:size])])
         if not (op.target != HOME and home.grad is not None):
             home.has_grad = True
 
@@ -261,8 +262,7 @@ class LaneWorker:
         if self._skips(op):
             return
         here, there = self._visitor(op, home, op.source, op.target)
-        for source, target in zip(here, there, strict=True):
-            self._device.copy("upload", target, source)
+        self._device.copy("upload", zip(there, here, strict=True))
 
     def _upload_grad(self, op: Op, home: UnitHome) -> None:
         due = self.step.late if op.late else self.step.own
@@ -270,7 +270,7 @@ class LaneWorker:
             return
         part, grads = SlabRange(home, op.start, op.stop), self._grad_at(op, home)
         there = laid_in(part.blank(), self._buffer(op.target)).grad
-        self._device.copy("upload", there, part.grad(grads, grads))
+        self._device.copy("upload", [(there, part.grad(grads, grads))])
 
     def _update_visitor(self, op: Op, home: UnitHome, due: Due) -> None:
         if self._may_change(op, due, SlabRange(home, op.start, op.stop).is_written) and op.unit in due.units:
@@ -282,8 +282,7 @@ class LaneWorker:
         if self._skips(op):
             return
         here, there = self._visitor(op, home, op.target, op.source)
-        for source, target in zip(there, here, strict=True):
-            self._device.copy("download", target, source)
+        self._device.copy("download", zip(here, there, strict=True))
         if op.target != HOME:
             SlabRange(home, op.start, op.stop).check(self._buffer(op.target), self._threads)
 

@@ -1,7 +1,8 @@
 """A plan for every shape of batch: what a forward on it would call, learnt without computing it."""
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, ExitStack
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,12 +23,14 @@ from spillway.model.profile import (
     model_profile,
     shapes_of,
     storage_of,
+    tensors_by_place,
 )
 from spillway.model.units import Unit
 from spillway.model.work import Work, measure_work
 from spillway.runtime.buffers import buffers_kept, nothing_kept
 from spillway.runtime.calls import rng_kept
 from spillway.runtime.device import Device
+from spillway.runtime.window import leaves
 from spillway.spec.errors import UsageError
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
@@ -57,6 +60,9 @@ class Look:
     read: Callable[[tuple[Any, ...], dict[str, Any]], Hashable]  # from a real batch; its schedules are known by it
     told: Callable[[Any], AbstractContextManager[None]]  # a forward on fake tensors within acts on what was read
 
+
+# Where an operator refuses what it is given, it is told here before it is tried in another way.
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 # Gets the function that profiles one forward and returns what it gave, trying what it may.
 Trial = Callable[[Callable[[], list[CallRecord]]], list[CallRecord]]
@@ -94,6 +100,7 @@ class Schedules:
         self._known: dict[Any, Schedule] = {}
         self._profiler: Profiler | None = None
         self._is_real = False
+        self._real_works: dict[Any, Work] = {}
         self._calls_beside = False
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
@@ -126,13 +133,17 @@ class Schedules:
         if self._profiler is None:
             raise AssertionError("no forward is being profiled")
         with ExitStack() as stack:
-            if self._is_real:
-                slot, _ = stack.enter_context(self._on_demand(call.unit))
-                self._profiler.weights.add(storage_of(slot))
-            if torch.is_grad_enabled():
+            slot = stack.enter_context(self._on_demand(call.unit))[0] if self._is_real else None
+            if not torch.is_grad_enabled():
+                self._calls_beside = True
+                return call.run()
+            if slot is None:
                 return self._profiler.call(call)
-            self._calls_beside = True
-            return call.run()
+            unit = self._units[call.unit]
+            params = leaves(unit, slot)
+            stack.enter_context(bound(unit, params, self._placeholders))
+            self._profiler.weights.add(storage_of(slot))
+            return self._profiler.call(call, self._real_work(call, params))
 
     def _profile(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Hashable, ...]
@@ -174,7 +185,8 @@ class Schedules:
     ) -> list[CallRecord]:
         with (
             rng_kept(self._device),
-            nothing_kept(self._model),
+            nothing_kept(self._model.modules()),
+            _quietly(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
             ExitStack() as stack,
             torch.enable_grad(),
@@ -197,40 +209,56 @@ class Schedules:
         }
 
     def _works(self, calls: list[CallRecord], shapes: tuple[CallShape, ...]) -> tuple[Work, ...]:
-        """What a micro-batch of each call takes while it computes, told by one call of each kind; nothing where only
-        real tensors would tell."""
+        """What a micro-batch of each call takes while it computes, told by one call of each kind."""
         known: dict[Any, Work] = {}
         works = []
         for call, shape in zip(calls, shapes, strict=True):
-            kind = self._kind(call, shape)
+            kind = self._kind(call.unit, call.inputs), shape.kind, shape.chunks, shape.chunk_rows
             if kind not in known:
-                known[kind] = self._work(call, shape)
+                known[kind] = self._work(call, shape) if call.work is None else call.work
             works.append(known[kind])
         return tuple(works)
 
-    def _kind(self, call: CallRecord, shape: CallShape) -> Any:
-        places = self._units[call.unit].layout.places
-        sizes = tuple((place.shape, place.dtype, place.trainable) for place in places)
-        given = tuple((place, tuple(tensor.shape), tensor.dtype) for place, tensor in call.inputs.items())
-        return sizes, given, shape.kind, shape.chunks, shape.chunk_rows
+    def _kind(self, unit: int, inputs: dict[int, torch.Tensor]) -> Any:
+        sizes = tuple((place.shape, place.dtype, place.trainable) for place in self._units[unit].layout.places)
+        return sizes, tuple((place, tuple(tensor.shape), tensor.dtype) for place, tensor in inputs.items())
+
+    def _real_work(self, call: UnitCall, params: dict[str, torch.Tensor]) -> Work:
+        """As `_work`, of a call on real data: the first of each kind is computed forward and backward by itself."""
+        kind = self._kind(call.unit, tensors_by_place((call.args, call.kwargs))), call.kind, call.chunk_rows
+        if kind in self._real_works:
+            return self._real_works[kind]
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            piece = tensor[: call.chunk_rows] if call.kind == "LOSS" and tensor.dim() else tensor
+            return piece.detach().requires_grad_(tensor.requires_grad)
+
+        args, kwargs = tree_map_only(torch.Tensor, own, (call.args, call.kwargs))
+        members = [part for _, module in self._units[call.unit].members for part in module.modules()]
+        with rng_kept(self._device), nothing_kept(members):
+            found = measure_work(call.function, args, kwargs, list(params.values()), self._device_kind)
+        for param in params.values():
+            param.grad = None
+        self._real_works[kind] = found
+        return found
 
     def _work(self, call: CallRecord, shape: CallShape) -> Work:
         if call.again is None:
-            return Work()
-        again = call.again
+            raise AssertionError("a call on real data was measured when it was made")
+        again, own = call.again, self._units[call.unit]
         with (
             rng_kept(self._device),
-            nothing_kept(self._model),
+            nothing_kept(part for _, module in own.members for part in module.modules()),
+            _quietly(),
             FakeTensorMode(allow_non_fake_inputs=True),
             ExitStack() as stack,
             torch.compiler.set_stance("force_eager"),
         ):
-            params = {}
+            params = self._fakes(own)
+            stack.enter_context(bound(own, params, self._placeholders))
             for unit in self._units:
-                fakes = self._fakes(unit)
-                stack.enter_context(bound(unit, fakes, self._placeholders))
-                if unit is self._units[call.unit]:
-                    params = fakes
+                if not unit.members and unit is not own:  # its parameters are there for every call
+                    stack.enter_context(bound(unit, self._fakes(unit), self._placeholders))
             leaves, spec = tree_flatten((again.args, again.kwargs))
             for place, tensor in call.inputs.items():
                 size = list(tensor.shape)
@@ -255,13 +283,23 @@ class Schedules:
     def _record(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], profiler: Profiler, is_real: bool
     ) -> list[CallRecord]:
-        with profiler:
-            self._profiler, self._is_real = profiler, is_real
-            try:
-                self._model(*args, **kwargs)
-            finally:
-                self._profiler, self._is_real = None, False
+        self._profiler, self._is_real = profiler, is_real
+        try:
+            self._model(*args, **kwargs)
+        finally:
+            self._profiler, self._is_real = None, False
         return profiler.calls
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """What PyTorch logs of a forward on tensors without content is nothing to the user: an error of it is raised."""
+    before = _FAKE_LOG.disabled
+    _FAKE_LOG.disabled = True
+    try:
+        yield
+    finally:
+        _FAKE_LOG.disabled = before
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

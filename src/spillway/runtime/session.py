@@ -356,6 +356,11 @@ class Session:
         if self._in_step:
             raise UsageError("optimizer.step() came before backward was over: run loss.backward() first")
         engine = self.engine
+        if engine.step.own.hypers != self.hypers():
+            raise UsageError(
+                "the learning rate (or another setting of param_groups) was changed after the forward whose updates it "
+                "is for: set it back, call optimizer.step(), and change it before the next forward"
+            )
         try:
             self.rounds.traces.append(engine.executor.wait())
         except BaseException:

@@ -1,6 +1,7 @@
 """What a training run can be told."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,6 @@ from spillway.spec.sizes import format_size, parse_size
 from spillway.spec.state import CLIP_BY
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "device": ("auto", "cuda", "cpu"),
     "clip_by": CLIP_BY,
     "dtype": ("bfloat16", "float16", "float32", "bf16", "fp16", "fp32"),
     "update": ("auto", *UPDATE_MODES),
@@ -140,6 +140,8 @@ class TrainOptions:
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be in [0, 1), not {getattr(self, name)}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UsageError(f"--device {self.device} is not one of auto, cuda, cuda:1, cpu")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise UsageError(
