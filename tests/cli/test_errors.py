@@ -217,6 +217,14 @@ def test_more_nonsense(fail: Fail, model: Path, data: Path) -> None:
         assert code == 2 and words in message, message
 
 
+def test_data_is_shown_in_rows_as_long_as_the_model_has_positions(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = directories.write_lines(tmp_path / "long.jsonl", [{"text": "word " * 2000}])
+    assert run(["data", str(path), "--model", str(model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["longest"] == 256
+
+
 @pytest.mark.parametrize(
     "line", ("max_steps = 2.7", "learning_rate = true", "packing = 1", "store = [1, true]", "optim = [1]")
 )
