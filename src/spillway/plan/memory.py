@@ -137,9 +137,15 @@ def peaks(
         heap = max((model.calls[first].heap_bytes for first, _ in placed.calls), default=0)
         device += work + heap + int(_HEAP_OF_KEPT * on_device)
     else:
-        # The first forward of a schedule does not fork: what it kept was another stream's, and is not used again.
-        pools_of_streams = 1 if placement.streams == 1 else 2
-        device += work + int(_FRAGMENTED * on_device) * pools_of_streams
+        device += work + int(_FRAGMENTED * on_device)
+        if placement.streams > 1:
+            # The first forward of a schedule does not fork: what operators made then lay on the user's stream, whose
+            # memory serves no other.
+            device += sum(
+                (stored_bytes(model.calls[first], placement.acts[first]) - model.calls[first].act_bytes) * count
+                for first, count in placed.calls
+                if placement.acts[first].tier == "device" and model.calls[first].differentiated
+            )
     # Those of two calls may be on their way to host memory.
     moving = [size for tier, size, _ in stored if tier != "device"]
     device += 2 * max(moving, default=0)
