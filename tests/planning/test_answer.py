@@ -60,6 +60,7 @@ def test_a_step_that_clipping_makes_longer_makes_the_run_longer_at_most(capsys: 
     assert found["run_seconds"][1] > 10 * found["clipped_step_seconds"]
     assert run(["plan", "gpt-13b", "--hardware", machine, *shape, "--max-steps", "10"]) == 0
     shown = " ".join(capsys.readouterr().err.split())
+    assert found["update"] == "overlap" and f"overlap, {found['deferred_units']} units' in the next" in shown
     assert f"{found['tokens'] / found['clipped_step_seconds']:,.0f} where" in shown
 
 

@@ -53,6 +53,7 @@ def figures(question: Question, plan: Plan) -> PlanReport:
         bottleneck=plan.bottleneck,
         busy_share={lane: busy / trace.seconds for lane, busy in trace.busy_s().items()},
         update=plan.placement.update,
+        deferred_units=plan.placement.mixed_in,
         streams=plan.placement.streams,
         placement={
             part: _count([getattr(where, part) for where in plan.placement.units]) for part in ("weights", "states")

@@ -33,7 +33,8 @@ def print_report(console: Console, report: PlanReport) -> None:
         table.add_row(part, ", ".join(f"{count} units on {tier}" for tier, count in tiers.items()))
     table.add_row("backward needs", ", ".join(f"{count} x {how}" for how, count in report.activations.items()))
     by = "" if report.policy == "auto" else f" (planned as {report.policy} would)"
-    table.add_row("update", f"{report.update}{by}")
+    mixed = f", {report.deferred_units} units' in the next forward" if report.deferred_units else ""
+    table.add_row("update", f"{report.update}{mixed}{by}")
     clipped = report.clipped_step_seconds
     slower = f", {format_seconds(clipped)} where gradients are clipped" if clipped else ""
     table.add_row("step", f"{format_seconds(report.step_seconds)} for {report.tokens:,} tokens{slower}")

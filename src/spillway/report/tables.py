@@ -52,9 +52,11 @@ def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_
         f"{host} {format_size(plan.peaks.host)} of {format_size(budget.host_bytes)} · "
         f"disk {format_size(plan.peaks.disk)} of {format_size(budget.disk_bytes)}"
     )
+    late = plan.placement.mixed_in
+    mixed = f", {late} units' in the next forward" if late else ""
     console.print(
-        f"update {plan.placement.update} · predicted {format_seconds(plan.step_seconds)} a step{_when_clipped(plan)}, "
-        f"busiest lane: {plan.bottleneck}"
+        f"update {plan.placement.update}{mixed} · predicted {format_seconds(plan.step_seconds)} a step"
+        f"{_when_clipped(plan)}, busiest lane: {plan.bottleneck}"
     )
     a_step = plan.bytes_written
     if a_step:

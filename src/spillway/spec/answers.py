@@ -39,6 +39,7 @@ class PlanReport:
     bottleneck: str = ""
     busy_share: dict[str, float] = field(default_factory=dict)  # per lane
     update: str = ""
+    deferred_units: int = 0  # whose updates are left to the next forward, where others overlap backward
     placement: dict[str, dict[str, int]] = field(default_factory=dict)  # weights and states: units per tier
     written_bytes: float = 0.0  # a step
     run_steps: int = 0

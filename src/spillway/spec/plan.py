@@ -131,6 +131,11 @@ class Placement:
         was written is dropped, and all of them are updated in the next forward."""
         return self.clip and self.overlaps
 
+    @property
+    def mixed_in(self) -> int:
+        """Units whose updates are left to the next forward, where others are made within the step."""
+        return sum(where.defers for where in self.units) if self.overlaps else 0
+
     def keeps_gradient(self, unit: int) -> bool:
         """Whether the gradient of a unit may still be wanted after the backward it came from."""
         return self.clip or self.update == "serial" or self.units[unit].defers
