@@ -31,7 +31,7 @@ def _show_all(context: click.Context, _: click.Parameter, value: bool) -> None:
 
 def _let_segments_grow() -> None:
     """Of PyTorch's allocator on a GPU, unless the user says otherwise: what is freed in one size then serves others,
-    and what it holds stays near what is used. It reads this when it first allocates."""
+    and what it holds stays near what is used. To be said before PyTorch is imported."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -64,10 +64,10 @@ def train_command(context: click.Context, /, as_json: bool, config: str | None, 
 
     Run the same command again to go on after an interruption.
     """
+    _let_segments_grow()
     from spillway.report.progress import Reporter
     from spillway.training import train
 
-    _let_segments_grow()
     origins = {
         name: _ORIGINS.get(source, "default") for name in values if (source := context.get_parameter_source(name))
     }
