@@ -1,11 +1,14 @@
 """The Python API: what a user's own loop meets."""
 
 import copy
+import gc
 import io
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -697,3 +700,16 @@ def test_what_is_computed_again_is_for_the_plan_to_say(reentrant: bool) -> None:
     assert loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-6)
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     spillway.close(model)
+
+
+@pytest.mark.parametrize("looks", (False, True))
+def test_a_model_that_was_closed_is_freed(looks: bool) -> None:
+    model: Any = LooksAtValues() if looks else models.llama()
+    model, optimizer = spillway.prepare(model, SETTINGS, device="cpu")
+    (model(torch.ones(4, 8)) if looks else model(**models.batch("llama", 0)).loss).backward()
+    optimizer.step()
+    spillway.close(model)
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None

@@ -89,12 +89,14 @@ class Profiler:
         inputs = tensors_by_place((call.args, call.kwargs))
         saved: dict[Any, int] = {}
         elsewhere = self.weights | {storage_of(tensor) for tensor in inputs.values()}
+        # The graph holds both functions, for good if they hold it by a tensor of the call.
+        is_fake, name = self.is_fake, call.member or "a unit"
 
         def note(tensor: torch.Tensor) -> torch.Tensor | None:
             storage = tensor.untyped_storage()
             if storage._cdata not in elsewhere:
                 saved[storage._cdata] = storage.nbytes()
-            if not self.is_fake:
+            if not is_fake:
                 return None  # the activations of all calls would fill the memory
             # What an operator made would be held by it, for good.
             return tensor if tensor.is_leaf else tensor.detach()
@@ -102,8 +104,8 @@ class Profiler:
         def saved_again(tensor: torch.Tensor | None) -> torch.Tensor:
             if tensor is None:
                 raise UsageError(
-                    f"the forward depends on values and {call.member or 'a unit'} asks for gradients within it: such a "
-                    f"model cannot be planned"
+                    f"the forward depends on values and {name} asks for gradients within it: such a model cannot be "
+                    f"planned"
                 )
             return tensor
 
