@@ -90,6 +90,10 @@ def measure(
     return found
 
 
+# Of a block that shows how long a step takes; and how long one may.
+_TRIAL_ROWS, _STEP_SECONDS = 64, 8.0
+
+
 def _once(key: tuple[Hashable, ...], rates: Callable[[], T]) -> T:
     """What is measured, the first time that it is asked for."""
     if key not in _measured:
@@ -129,7 +133,12 @@ def _block_rates(
 ) -> tuple[float, float]:
     """FLOP/s of a block; and, where it is computed on the cores that update, the share of either rate that is left when
     both go on."""
+    trial, began = Block(device, dtype, min(rows, _TRIAL_ROWS), hidden), time.perf_counter()
+    trial.step()
+    rate = trial.flops / (time.perf_counter() - began)
     block = Block(device, dtype, rows, hidden)
+    if block.flops > _STEP_SECONDS * rate:  # a processor without instructions for the dtype
+        block = trial
     seconds, kept = usual_seconds(block.step), 0.5
     if device.type == "cpu":
         update = _update_of(device, form, elements)
