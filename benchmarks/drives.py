@@ -20,7 +20,7 @@ from pathlib import Path
 from ending import exit_code, parser_of, write_json
 from throttle import throttled_each
 
-from spillway.hardware.probe import measure_shares
+from spillway.hardware.bandwidth import measure_shares
 from spillway.native import DiskEngine
 from spillway.spec.sizes import format_size, parse_size
 from spillway.store.arena import Arena

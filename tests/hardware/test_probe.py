@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spillway.hardware import probe
+from spillway.hardware import bandwidth, probe
+from spillway.hardware.bandwidth import Drives
+from spillway.hardware.timing import kept_together
 from spillway.native import DiskEngine
 from spillway.spec.state import EXACT
 
@@ -76,9 +78,11 @@ def test_a_faster_drive_holds_more(
         return SimpleNamespace(st_dev=devices[path], st_mode=found.st_mode) if path in devices else found
 
     monkeypatch.setattr(Path, "stat", stat)
-    monkeypatch.setattr(probe, "_disk_rates", lambda one: (rates[devices[one[0]]], rates[devices[one[0]]], 1.0))
-    assert probe.measure_shares(paths) == shares
-    assert probe.measure_shares(paths[:1]) == (1,)
+    monkeypatch.setattr(
+        bandwidth, "drive_rates", lambda one: Drives(rates[devices[one[0]]], rates[devices[one[0]]], 1.0)
+    )
+    assert bandwidth.measure_shares(paths) == shares
+    assert bandwidth.measure_shares(paths[:1]) == (1,)
 
 
 def test_work_that_others_slow_down_is_not_repeated_by_a_count_of_what_it_took_alone() -> None:
@@ -93,5 +97,5 @@ def test_work_that_others_slow_down_is_not_repeated_by_a_count_of_what_it_took_a
         calls["long"] += 1
         time.sleep(0.2)
 
-    assert probe._kept_together(short, long, 1e-6, 0.2) <= 0.6
+    assert kept_together(short, long, 1e-6, 0.2) <= 0.6
     assert 0 < calls["short"] < 2000 and calls["long"] >= 3

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spillway.checkpoint.points import SavedPoints
-from spillway.hardware.probe import measure_shares
+from spillway.hardware.bandwidth import measure_shares
 from spillway.spec.errors import NothingSaved, UsageError
 from spillway.store.disk import Geometry, refuse_foreign
 from spillway.store.manifest import load_manifests, manifest_files

@@ -1,0 +1,141 @@
+"""Bytes a second over the links between memories, and of the drives."""
+
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from spillway.hardware.timing import finish, kept_together, usual_seconds
+from spillway.native import DiskEngine, Transfer
+from spillway.optim.update import sum_squares
+from spillway.spec.errors import DiskError
+from spillway.spec.sizes import format_size
+from spillway.store.arena import Arena
+
+_DISK_BYTES = 128 << 20
+_MOST_SHARES = 8
+
+
+class Links(NamedTuple):
+    """Bytes a second, and the share of each way's rate that is left when both are used."""
+
+    upload: float
+    download: float
+    reading: float  # a pass over host memory
+    together: float
+
+
+class Drives(NamedTuple):
+    """Bytes a second, and the share of each way's rate that is left when both are used."""
+
+    read: float
+    write: float
+    together: float
+
+
+def link_rates(device: torch.device, num_bytes: int) -> Links:
+    """Of copies of so many bytes between host memory, pinned where the device is a GPU, and the device."""
+    host = torch.ones(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")  # as the arena is
+    there = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    return Links(
+        num_bytes / usual_seconds(lambda: _copy(there, host)),
+        num_bytes / usual_seconds(lambda: _copy(host, there)),
+        num_bytes / usual_seconds(lambda: sum_squares(host.view(torch.float32), os.cpu_count() or 1)),
+        1.0 if device.type == "cpu" else _link_together(host, there),
+    )
+
+
+def _link_together(host: torch.Tensor, there: torch.Tensor) -> float:
+    """The share of its rate that each way over the link keeps while the other is used, too."""
+    half = host.numel() // 2
+    ways = [(there[:half], host[:half]), (host[half:], there[half:])]
+    streams = [torch.cuda.Stream(there.device) for _ in ways]
+
+    def both() -> None:
+        for stream, (target, source) in zip(streams, ways, strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        finish(there.device)
+
+    alone = max(usual_seconds(lambda way=way: _copy(*way)) for way in ways)  # type: ignore[misc]
+    return min(max(alone / usual_seconds(both), 0.5), 1.0)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+    finish(target.device if target.is_cuda else source.device)
+
+
+def drive_rates(paths: tuple[Path, ...], room_bytes: int = _DISK_BYTES) -> Drives:
+    """Of all paths together, with the engines that training uses. No more than `room_bytes` of host memory, and a
+    quarter of what is free on a drive, are taken. Raises DiskError where a path cannot be written."""
+    free = min(shutil.disk_usage(path).free for path in paths)
+    num_bytes = whole_mebi(_DISK_BYTES, min(room_bytes, free // 4))
+    engine, other = DiskEngine(), DiskEngine()
+    buffer = Arena(num_bytes).buffer
+    buffer.fill_(1)
+    share = max(num_bytes // len(paths) >> 12, 1) << 12  # whole pages, for O_DIRECT
+    files: list[tuple[Path, int]] = []
+    try:
+        for path in paths:
+            files.append(_open_scratch(path / "spillway.probe"))
+        transfers = [Transfer(fd, buffer.data_ptr() + index * share, 0, share) for index, (_, fd) in enumerate(files)]
+        write = usual_seconds(lambda: engine.run(transfers, is_write=True))
+        read = usual_seconds(lambda: engine.run(transfers, is_write=False))
+        together = kept_together(
+            lambda: engine.run(transfers, is_write=False), lambda: other.run(transfers, is_write=True), read, write
+        )
+    except OSError as error:
+        where = ", ".join(str(path) for path in paths)
+        raise DiskError(
+            f"the store under {where} cannot be written: {error.strerror}, {format_size(free)} are free; make room "
+            f"there or choose another --store"
+        ) from error
+    finally:
+        engine.close()
+        other.close()
+        for file, fd in files:
+            os.close(fd)
+            file.unlink(missing_ok=True)
+    moved = len(paths) * share
+    return Drives(moved / read, moved / write, together)
+
+
+def measure_shares(paths: tuple[Path, ...]) -> tuple[int, ...]:
+    """How many stripes of a row each path should take, by the time it needs to write and read a byte. Drives of about
+    the same speed, and paths on one drive, get one each."""
+    for path in paths:
+        make_directory(path)
+    if len({path.stat().st_dev for path in paths}) < len(paths) or len(paths) == 1:
+        return (1,) * len(paths)
+    rates = [1 / (1 / one.read + 1 / one.write) for one in (drive_rates((path,)) for path in paths)]
+    fastest = max(rates)
+    shares = [max(1, round(_MOST_SHARES * rate / fastest)) for rate in rates]
+    if min(shares) >= _MOST_SHARES - 1:
+        return (1,) * len(paths)
+    divisor = math.gcd(*shares)
+    return tuple(share // divisor for share in shares)
+
+
+def make_directory(path: Path) -> None:
+    """Raises DiskError where it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"the store path {path} cannot be written: {error.strerror}; choose another --store") from error
+
+
+def _open_scratch(file: Path) -> tuple[Path, int]:
+    flags = os.O_RDWR | os.O_CREAT
+    try:
+        return file, os.open(file, flags | os.O_DIRECT, 0o600)
+    except OSError:
+        return file, os.open(file, flags, 0o600)
+
+
+def whole_mebi(wanted: int, room: int) -> int:
+    """As much as is wanted and there is room for, in whole mebi, and at least one."""
+    return max(min(wanted, room) >> 20, 1) << 20
