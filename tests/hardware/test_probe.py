@@ -11,6 +11,7 @@ import torch
 
 from spillway.hardware import bandwidth, probe
 from spillway.hardware.bandwidth import Drives
+from spillway.hardware.block import step_flops
 from spillway.hardware.timing import kept_together
 from spillway.native import DiskEngine
 from spillway.spec.state import EXACT
@@ -41,19 +42,36 @@ def test_on_a_drive_that_is_nearly_full_a_quarter_of_what_is_free_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_block_that_is_measured_fits_the_room_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def blocks_of(monkeypatch: pytest.MonkeyPatch, flops_per_s: float) -> list[tuple[int, int]]:
+    """Rows and width of every block that is made, on a device so fast; the first shows how fast it is."""
     asked: list[tuple[int, int]] = []
 
     def note(device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> SimpleNamespace:
         asked.append((rows, hidden))
-        return SimpleNamespace(flops=1.0, step=lambda: time.sleep(0.01))
+        return SimpleNamespace(flops=flops_per_s * 0.01, step=lambda: time.sleep(0.01))
 
     monkeypatch.setattr(probe, "Block", note)
+    return asked
+
+
+def test_the_block_that_is_measured_fits_the_room_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = blocks_of(monkeypatch, 1e15)
     for room in (1 << 22, 1 << 24, 1 << 34):
         probe.measure(torch.device("cpu"), torch.bfloat16, (), 1024, 1536, EXACT, 1 << 34, room)
-    (few, narrow), (more, wider), most = asked[1::2]  # each after a small one that shows how long it takes
+    (few, narrow), (more, wider), most = asked[1::2]
     assert few < more <= most[0] == 1024 and narrow < wider < most[1] == 1536
     assert few * narrow * 2 * 32 <= 1 << 22
+
+
+def test_the_slower_the_device_the_smaller_the_block_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    flops = []
+    for rate in (1e12, 1e11, 1e10, 1e9):
+        monkeypatch.setattr(probe, "_measured", {})
+        asked = blocks_of(monkeypatch, rate)
+        probe.measure(torch.device("cpu"), torch.bfloat16, (), 1024, 1536, EXACT, 1 << 34, 1 << 34)
+        flops.append(step_flops(*asked[1]) / rate)
+        assert all(width % 64 == 0 for _, width in asked)
+    assert max(flops) < 2.1
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.spec.sizes import align, format_seconds, format_size, parse_size
+from spillway.spec.sizes import align, format_flops, format_seconds, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,11 @@ def test_align_goes_up_to_the_next_multiple(num_bytes: int, alignment: int) -> N
 
 def test_durations_are_for_people() -> None:
     assert [format_seconds(s) for s in (0.25, 12.34, 245, 12000)] == ["250 ms", "12.3 s", "4 min 05 s", "3 h 20 min"]
+
+
+def test_rates_are_for_people() -> None:
+    assert [format_flops(rate) for rate in (149.3e12, 0.31e12, 8.6e9)] == [
+        "149.3 TFLOP/s",
+        "0.3 TFLOP/s",
+        "8.6 GFLOP/s",
+    ]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from spillway.hardware.bandwidth import Drives, drive_rates, link_rates, make_directory, whole_mebi
-from spillway.hardware.block import Block
+from spillway.hardware.block import Block, step_flops
 from spillway.hardware.timing import finish, kept_together, usual_seconds
 from spillway.optim.update import Hyper, StateRange, update_range
 from spillway.spec.hardware import HardwareSpec
@@ -24,8 +24,8 @@ _DISK_BYTES = 128 << 20
 _MAX_HIDDEN, _MAX_ROWS = {"cpu": 1536, "cuda": 4096}, {"cpu": 1024, "cuda": 8192}
 # Values a row of the block takes at its peak, per unit of width.
 _ROW_VALUES = 32
-# Rows of a block that shows how long a step takes; and about how long one may.
-_TRIAL_ROWS, _STEP_SECONDS = 64, 2.0
+# Rows and width of a block that shows how fast the device is about; and how long a step of the one measured may take.
+_TRIAL_ROWS, _TRIAL_HIDDEN, _STEP_SECONDS = 64, 256, 2.0
 T = TypeVar("T")
 _measured: dict[tuple[Hashable, ...], Any] = {}
 
@@ -106,8 +106,7 @@ def _block_rates(
 ) -> tuple[float, float]:
     """FLOP/s of a block; and, where it is computed on the cores that update, the share of either rate that is left when
     both go on."""
-    rows = min(rows, _rows_in(_STEP_SECONDS, device, dtype, min(rows, _TRIAL_ROWS), hidden))
-    block = Block(device, dtype, rows, hidden)
+    block = Block(device, dtype, *_quick(device, dtype, rows, hidden))
     seconds, kept = usual_seconds(block.step), 0.5
     if device.type == "cpu":
         update = _update_of(device, form, elements)
@@ -115,14 +114,20 @@ def _block_rates(
     return block.flops / seconds, kept
 
 
-def _rows_in(seconds: float, device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> int:
-    """Rows of a block whose step takes about so long, by a step of `rows`: few on a processor without instructions for
-    the dtype."""
-    trial = Block(device, dtype, rows, hidden)
+def _quick(device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> tuple[int, int]:
+    """Rows and width of a block of which a step does not take long: less than was asked for on a processor without
+    instructions for the dtype."""
+    trial = Block(device, dtype, min(rows, _TRIAL_ROWS), min(hidden, _TRIAL_HIDDEN))
     trial.step()
     began = time.perf_counter()
     trial.step()
-    return max(int(seconds / (time.perf_counter() - began)), 1) * rows
+    flops = trial.flops * _STEP_SECONDS / (time.perf_counter() - began)
+    while step_flops(rows, hidden) > flops and (rows > _TRIAL_ROWS or hidden > _TRIAL_HIDDEN):
+        if rows > _TRIAL_ROWS:
+            rows //= 2
+        else:
+            hidden = max(hidden // 128 * 64, _TRIAL_HIDDEN)
+    return rows, hidden
 
 
 def _update_of(device: torch.device, form: StateFormat, elements: int) -> Callable[[], None]:

@@ -5,7 +5,7 @@ from rich.table import Table
 
 from spillway.spec.answers import Finding, PlanReport
 from spillway.spec.machine import Machine
-from spillway.spec.sizes import format_seconds, format_size
+from spillway.spec.sizes import format_flops, format_seconds, format_size
 
 
 def print_report(console: Console, report: PlanReport) -> None:
@@ -41,7 +41,7 @@ def print_report(console: Console, report: PlanReport) -> None:
     fewer = f", {report.tokens / clipped:,.0f} where gradients are clipped" if clipped else ""
     table.add_row("tokens per second", f"{report.tokens_per_s:,.0f}{fewer}")
     share = f" ({report.peak_share:.0%} of the device's peak)" if report.peak_share else ""
-    table.add_row("model FLOP/s", f"{report.model_flops_per_s / 1e12:.1f} TFLOP/s{share}")
+    table.add_row("model FLOP/s", f"{format_flops(report.model_flops_per_s)}{share}")
     busy = ", ".join(f"{lane} {part:.0%}" for lane, part in sorted(report.busy_share.items(), key=lambda x: -x[1]))
     table.add_row("bottleneck", f"{report.bottleneck} (busy: {busy})")
     table.add_row("written to disk", f"{format_size(report.written_bytes)} a step")
@@ -89,7 +89,7 @@ def print_machine(console: Console, machine: Machine) -> None:
     """What was measured."""
     rates = machine.hardware
     table = Table(title=machine.name, title_justify="left", show_header=False)
-    table.add_row("device", f"{rates.device}, a transformer block at {rates.device_flops_per_s / 1e12:.2f} TFLOP/s")
+    table.add_row("device", f"{rates.device}, a transformer block at {format_flops(rates.device_flops_per_s)}")
     link = f"{_rate(rates.upload_bytes_per_s)}, {_rate(rates.download_bytes_per_s)}"
     table.add_row(
         "upload, download", link if rates.cores_shared else f"{link}; {rates.link_together:.0%} of each at once"

@@ -55,6 +55,13 @@ def format_size_up(num_bytes: float) -> str:
     return format_size(math.ceil(1.01 * num_bytes) + 10_000)
 
 
+def format_flops(flops_per_s: float) -> str:
+    """FLOP/s for people: '149.3 TFLOP/s', '8.6 GFLOP/s'."""
+    if flops_per_s < 1e11:
+        return f"{flops_per_s / 1e9:.1f} GFLOP/s"
+    return f"{flops_per_s / 1e12:.1f} TFLOP/s"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration for people: '830 ms', '12.3 s', '4 min 05 s', '3 h 20 min'."""
     if seconds < 1:
