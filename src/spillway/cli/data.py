@@ -20,14 +20,14 @@ def data_command(data: tuple[str, ...], model: str, max_length: int, samples: in
       spillway data chats.jsonl --model ./llama-8b
     """
     from spillway.data import encode_files
-    from spillway.integrations.huggingface import find_directory, max_positions
+    from spillway.integrations.huggingface import find_directory, fitting_length
     from spillway.integrations.tokenizer import load_tokenizer
     from spillway.report.progress import Reporter
 
     reporter = Reporter()
     directory = find_directory(model)
     tokenizer = load_tokenizer(directory)
-    max_length = min(max_length, max_positions(directory) or max_length)  # as rows of a run are
+    max_length = fitting_length(directory, max_length)
     with reporter.counting("reading data") as counter:
         encoded = encode_files(data, tokenizer, max_length, counter.reach)
     lengths = sorted(sample.ids.size for sample in encoded.samples)

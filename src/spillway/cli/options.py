@@ -60,6 +60,13 @@ MORE = {
     "max_writes": "Stop, saved, when this run has written so much to a drive, e.g. 50TB.",
     "allow_pickle": "Read .bin weights where a model has no safetensors.",
 }
+# The kinds of values that a config file may set an option of a type to, and their name; numbers are also strings, for
+# YAML has 2e-5 as one.
+_TAKES: dict[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int, str), "a whole number"),
+    float: ((int, float, str), "a number"),
+}
 
 
 def add_options(options_class: Any, names: Collection[str] = ()) -> Callable[[Any], Any]:
@@ -125,12 +132,6 @@ def read_config(path: Path, options_class: Any) -> dict[str, Any]:
 
 def _refuse_other_kind(path: Path, key: str, value: Any, hint: Any) -> None:
     """Raise UsageError for what an option would silently make something else of: 2.7 steps, true as a rate."""
-    # Numbers are also strings: YAML has 2e-5 as one.
-    takes: dict[Any, tuple[tuple[type, ...], str]] = {
-        bool: ((bool,), "true or false"),
-        int: ((int, str), "a whole number"),
-        float: ((int, float, str), "a number"),
-    }
-    kinds, name = takes.get(hint, ((str, int, float), "text"))
+    kinds, name = _TAKES.get(hint, ((str, int, float), "text"))
     if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool)):
         raise UsageError(f"the config file {path} sets {key} to {json.dumps(value, default=str)}, which is not {name}")

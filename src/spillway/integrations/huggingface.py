@@ -66,14 +66,14 @@ def build_on_meta(directory: Path, auto_class: Any, dtype: torch.dtype, num_laye
     return built
 
 
-def max_positions(directory: Path) -> int | None:
-    """Positions the model of a directory has; None where it has no limit or cannot be read."""
+def fitting_length(directory: Path, max_length: int) -> int:
+    """`max_length`, or the positions that the model of a directory has where they are fewer and can be read."""
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError):
-        return None
-    found = getattr(config, "max_position_embeddings", None)
-    return int(found) if isinstance(found, int) and found > 0 else None
+        return max_length
+    positions = getattr(config, "max_position_embeddings", None)
+    return min(max_length, positions) if isinstance(positions, int) and positions > 0 else max_length
 
 
 def config_of(directory: Path) -> Any:

@@ -24,8 +24,8 @@ from spillway.integrations.huggingface import (
     config_of,
     cut_layers,
     find_directory,
+    fitting_length,
     gpt2_config,
-    max_positions,
 )
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.model.profile import batch_rows, with_units
@@ -128,7 +128,7 @@ class Question:
         """Of a step, and of so many blocks. Rows that are accumulated are computed one micro-batch after another inside
         each unit, as `train` does."""
         options = self.options
-        length = 0 if self.own else fitting_length(options)
+        length = 0 if self.own else row_length(options)
         micro = options.per_device_train_batch_size
         rows = micro * options.gradient_accumulation_steps
         form = state_format(self.settings())
@@ -226,7 +226,7 @@ def asked(question: Question, machine: Machine, options: TrainOptions | None = N
 def with_batch_tokens(question: Question, tokens: int) -> Question:
     """With so many tokens a step: whole rows, and as many of them at a time inside each unit as make the fastest plan.
     Raises UsageError for less than a row."""
-    length = fitting_length(question.options)
+    length = row_length(question.options)
     rows = tokens // length
     if rows < 1:
         raise UsageError(f"--batch-tokens {tokens} is less than one row of {length} tokens: see --max-length")
@@ -276,18 +276,18 @@ def _with_first_drives(machine: Machine, count: int) -> Machine:
     return replace(machine, drives=drives, disk_bytes=size, hardware=hardware)
 
 
-def fitting_length(options: TrainOptions) -> int:
+def row_length(options: TrainOptions) -> int:
     """--max-length, or what the model has positions for."""
     if gpt_shape(options.model):
         return options.max_length
-    return min(options.max_length, max_positions(find_directory(options.model)) or options.max_length)
+    return fitting_length(find_directory(options.model), options.max_length)
 
 
 def count_steps(options: TrainOptions, reporter: Reporter) -> int:
     """Optimizer steps of the run, where the options or the data say so; otherwise 0."""
     if options.max_steps > 0 or not options.data:
         return max(options.max_steps, 0)
-    tokenizer, length = load_tokenizer(find_directory(options.model)), fitting_length(options)
+    tokenizer, length = load_tokenizer(find_directory(options.model)), row_length(options)
     with reporter.counting("reading data") as counter:
         encoded = encode_files(options.data, tokenizer, length, counter.reach)
     rows = options.per_device_train_batch_size * options.gradient_accumulation_steps

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from spillway.spec.errors import UsageError
+from spillway.spec.options import check_device
 from spillway.spec.sizes import PAGE, format_size
 
 # Given the number of a micro-batch: the context to compute it in.
@@ -348,17 +349,16 @@ def _forget_last_error() -> None:
 
 def open_device(name: str) -> Device:
     """The device called 'auto', 'cpu', 'cuda' or 'cuda:1'. Raises UsageError where there is none of that name."""
+    check_device(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return CpuDevice()
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or not (number.isdecimal() or name == "cuda"):
-        raise UsageError(f"the device '{name}' is not one of auto, cuda, cuda:1, cpu")
     if not torch.cuda.is_available():
         raise UsageError(
             "there is no CUDA device PyTorch can use here: choose --device cpu, or install a CUDA build of PyTorch"
         )
+    number = name.partition(":")[2]
     if number and int(number) >= torch.cuda.device_count():
         raise UsageError(f"there is no device '{name}' here: cuda:0 is the first of {torch.cuda.device_count()}")
     if number:

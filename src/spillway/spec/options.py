@@ -140,8 +140,7 @@ class TrainOptions:
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be in [0, 1), not {getattr(self, name)}")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise UsageError(f"--device {self.device} is not one of auto, cuda, cuda:1, cpu")
+        check_device(self.device)
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise UsageError(
@@ -155,6 +154,12 @@ class TrainOptions:
             raise UsageError(f"--label-smoothing-factor must be in [0, 1), not {self.label_smoothing_factor}")
         if not 0 <= self.warmup_ratio < 1:
             raise UsageError(f"--warmup-ratio must be in [0, 1), not {self.warmup_ratio}")
+
+
+def check_device(name: str) -> None:
+    """Raise UsageError for what no device is called."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise UsageError(f"the device '{name}' is not one of auto, cuda, cuda:1, cpu")
 
 
 def _check_size(name: str, text: str | None) -> None:

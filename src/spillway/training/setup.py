@@ -20,7 +20,7 @@ from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.checkpoint.sources import persistent_buffers
 from spillway.data import Batches, Encoded, data_files, encode_files
 from spillway.evaluate import Evaluation
-from spillway.integrations.huggingface import CAUSAL_LM, find_directory, max_positions
+from spillway.integrations.huggingface import CAUSAL_LM, find_directory, fitting_length
 from spillway.integrations.tokenizer import fingerprint, load_tokenizer, pad_id
 from spillway.optim.config import settings_of
 from spillway.optim.optimizer import StreamingOptimizer
@@ -81,7 +81,7 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     tokenizer = load_tokenizer(source)
     directory = _make_directory(Path(options.output_dir))
     stores = store_directories(options, directory)
-    length = _fitting_length(options, origins, source, reporter)
+    length = _row_length(options, origins, source, reporter)
     data = _encode(options, tokenizer, length, reporter)
     held_out = _read_held_out(options, tokenizer, length, reporter)
     identity = identity_of(options, data)
@@ -124,10 +124,11 @@ def _make_directory(directory: Path) -> Path:
     return directory
 
 
-def _fitting_length(options: TrainOptions, origins: dict[str, str], source: Path, reporter: Reporter) -> int:
+def _row_length(options: TrainOptions, origins: dict[str, str], source: Path, reporter: Reporter) -> int:
     """--max-length, or by default what the model has positions for. Raises UsageError for a longer one."""
-    asked, most = options.max_length, max_positions(source)
-    if most is None or asked <= most:
+    asked = options.max_length
+    most = fitting_length(source, asked)
+    if most == asked:
         return asked
     if origins.get("max_length", "default") != "default":
         raise UsageError(f"--max-length {asked} is more than the model's {most} positions")
