@@ -47,7 +47,7 @@ def test_backward_uses_the_slot_and_the_slab_it_is_given(moves: bool) -> None:
     graph, x, _ = forward(slot, moves)
     slab = None
     if moves:
-        moved = graph.release(8 * PAGE)
+        moved = graph.release(8 * PAGE).tensors
         slab, at = torch.zeros(9 * PAGE, dtype=torch.uint8)[PAGE:], 0
         for content in moved:
             slab[at : at + content.numel()].copy_(content)
@@ -69,7 +69,7 @@ def test_backward_uses_the_slot_and_the_slab_it_is_given(moves: bool) -> None:
 
 def test_what_was_moved_is_not_held_on_the_device() -> None:
     graph, _, _ = forward(slot_of(torch.ones(8, 8)), moves=True)
-    moved = graph.release(8 * PAGE)
+    moved = graph.release(8 * PAGE).tensors
     watched = [StorageWeakRef(content.untyped_storage()) for content in moved]
     assert len(watched) >= 2
     del moved
@@ -78,7 +78,7 @@ def test_what_was_moved_is_not_held_on_the_device() -> None:
 
 def test_what_has_no_room_in_the_slab_stays() -> None:
     graph, x, _ = forward(slot_of(torch.ones(8, 8)), moves=True)
-    moved = graph.release(PAGE)
+    moved = graph.release(PAGE).tensors
     assert len(moved) == 1
     slab = torch.zeros(PAGE, dtype=torch.uint8)
     slab[: moved[0].numel()].copy_(moved[0])

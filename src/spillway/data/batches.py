@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from spillway.data.encode import Sample
+from spillway.spec.sizes import align
 
 IGNORED = -100  # a label that is not trained
 _OPEN_ROWS = 64
@@ -25,8 +26,7 @@ class Batches:
     """Every batch of a run by position, in O(1) once an epoch's order is drawn.
 
     Samples are shuffled by (seed, epoch). With `packing` several share a row of at most `max_length` tokens, each with
-    positions of its own and attention to itself only. In the first epoch the longest batch goes first: if it fits,
-    all do.
+    positions of its own: from those the model sees where one begins. In the first epoch the longest batch goes first.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Batches:
         return len(self._epoch(epoch))
 
     def at(self, position: DataPosition) -> dict[str, torch.Tensor]:
-        """The batch at a position: input_ids, position_ids, labels [rows, length], and where needed an attention_mask
-        [rows, 1, length, length] that is True where a token may look."""
-        return self._collate(self._epoch(position.epoch)[position.index])
+        """The batch at a position: input_ids, position_ids and labels, each [rows, length]."""
+        batch = self._epoch(position.epoch)[position.index]
+        return self._collate(batch, self._length(batch))
 
     def sources(self, position: DataPosition) -> list[str]:
         """Where the samples of the batch come from (file:line), each once, in order."""
@@ -62,8 +62,17 @@ class Batches:
         return DataPosition(position.epoch + 1, 0)
 
     def longest(self) -> dict[str, torch.Tensor]:
-        """The batch that takes most memory: the first one."""
-        return self.at(DataPosition())
+        """A batch that takes as much memory as any of any epoch: as many rows, as long, and with two documents in one
+        where a row can have them."""
+        order = [int(sample) for sample in np.argsort(self._lengths, kind="stable")]
+        row, shortest = order[-1:], order[:2]
+        total = int(self._lengths.sum()) if self._packing else int(self._lengths[row[0]])
+        if self._packing and len(shortest) == 2 and self._lengths[shortest].sum() <= self._max_length:
+            row = shortest
+        # Of two packed rows that are still open, one is more than half full.
+        most = 2 * total // self._max_length + 1 if self._packing else len(order)
+        rows = min(self._rows, len(order), most)
+        return self._collate([row] * rows, self._row_length(min(total, max(self._max_length, self._lengths[-1]))))
 
     def _epoch(self, epoch: int) -> list[list[list[int]]]:
         if self._drawn is None or self._drawn[0] != epoch:
@@ -75,8 +84,8 @@ class Batches:
         rows = self._pack(order) if self._packing else [[int(sample)] for sample in order]
         batches = [rows[start : start + self._rows] for start in range(0, len(rows), self._rows)]
         if epoch == 0:
-            weight = [len(batch) * self._length(batch) for batch in batches]
-            batches.insert(0, batches.pop(int(np.argmax(weight))))
+            weight = [(len(batch) * self._length(batch), max(map(len, batch)) > 1) for batch in batches]
+            batches.insert(0, batches.pop(weight.index(max(weight))))
         return batches
 
     def _pack(self, order: Any) -> list[list[int]]:
@@ -99,18 +108,18 @@ class Batches:
         return done + [row for _, row in open_rows]
 
     def _length(self, batch: list[list[int]]) -> int:
-        longest = max(int(sum(self._lengths[sample] for sample in row)) for row in batch)
-        return min(-(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, max(self._max_length, longest))
+        return self._row_length(max(int(self._lengths[row].sum()) for row in batch))
 
-    def _collate(self, batch: list[list[int]]) -> dict[str, torch.Tensor]:
-        length = self._length(batch)
+    def _row_length(self, tokens: int) -> int:
+        return min(align(tokens, _LENGTH_MULTIPLE), max(self._max_length, tokens))
+
+    def _collate(self, batch: list[list[int]], length: int) -> dict[str, torch.Tensor]:
         ids = np.full((len(batch), length), self._pad_id, np.int64)
         labels = np.full((len(batch), length), IGNORED, np.int64)
         positions = np.zeros((len(batch), length), np.int64)
-        documents = np.full((len(batch), length), -1, np.int64)
         for number, row in enumerate(batch):
             at = 0
-            for document, index in enumerate(row):
+            for index in row:
                 sample = self._samples[index]
                 part = slice(at, at + sample.ids.size)
                 ids[number, part] = sample.ids
@@ -118,25 +127,11 @@ class Batches:
                 labels[number, part] = np.where(sample.trained, sample.ids, IGNORED)
                 labels[number, at] = IGNORED
                 positions[number, part] = np.arange(sample.ids.size)
-                documents[number, part] = document
                 at += sample.ids.size
-            positions[number, at:] = np.arange(length - at)
-        tensors = {
+            # Padding is a document that begins anew; behind a single one it goes on, for plain causal attention.
+            positions[number, at:] = np.arange(length - at) + (at if len(row) == 1 else 0)
+        return {
             "input_ids": torch.from_numpy(ids),
             "position_ids": torch.from_numpy(positions),
             "labels": torch.from_numpy(labels),
         }
-        if any(len(row) > 1 for row in batch):
-            tensors["attention_mask"] = document_mask(torch.from_numpy(documents))
-        else:
-            # One document a row: plain causal attention, the fastest there is; padding comes after what matters.
-            tensors["position_ids"] = torch.arange(length, device="cpu").expand(len(batch), length).contiguous()
-        return tensors
-
-
-def document_mask(documents: torch.Tensor) -> torch.Tensor:
-    """bool [rows, 1, n, n]: True where a token may look: itself and what stands before it in the same document."""
-    same = documents[:, :, None] == documents[:, None, :]
-    length = documents.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    return (same & causal)[:, None]

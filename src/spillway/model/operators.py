@@ -28,7 +28,7 @@ def class_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
     the batch (Fuyou, table 2; LoHan, equation 6). Attention that drops at random is not kept: what is drawn after it
     would not be the same where it does not run.
     """
-    if func.namespace != "aten":
+    if func.namespace != "aten" or func._schema.is_mutable:
         return None
     name = func._schema.name.removeprefix("aten::")
     if name in _PRODUCTS:

@@ -27,6 +27,7 @@ from spillway.integrations.huggingface import (
     fitting_length,
     gpt2_config,
 )
+from spillway.integrations.packing import keeps_documents_apart
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.model.profile import batch_rows, with_units
 from spillway.model.units import find_units
@@ -291,7 +292,8 @@ def count_steps(options: TrainOptions, reporter: Reporter) -> int:
     with reporter.counting("reading data") as counter:
         encoded = encode_files(options.data, tokenizer, length, counter.reach)
     rows = options.per_device_train_batch_size * options.gradient_accumulation_steps
-    batches = Batches(encoded.samples, rows, length, options.seed, options.packing, pad_id(tokenizer))
+    packing = options.packing and keeps_documents_apart(find_directory(options.model))
+    batches = Batches(encoded.samples, rows, length, options.seed, packing, pad_id(tokenizer))
     return max(math.ceil(options.num_train_epochs * batches.per_epoch()), 1)
 
 

@@ -7,7 +7,7 @@ import torch
 from spillway.plan.pools import stored_bytes
 from spillway.runtime.calls import FlatCall
 from spillway.runtime.graph import Graph
-from spillway.runtime.outgoing import Outgoing, changed_since
+from spillway.runtime.held import Held, Outgoing
 from spillway.runtime.schedules import Schedule
 from spillway.runtime.tape import Tape
 from spillway.spec.plan import Kept
@@ -21,14 +21,6 @@ class StoredInput:
 
     shape: torch.Size
     dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class HeldInput:
-    """One that waits where it is; `version` counts the changes that were made to it in place."""
-
-    tensor: torch.Tensor
-    version: int
 
 
 class Activations:
@@ -65,39 +57,41 @@ class Activations:
     def keep_graph(self, index: int, graph: Graph) -> None:
         """Hand what autograd saved to the activation store, where that is not the device."""
         if self._moves(index):
-            self._outgoing[index] = Outgoing(graph.name, graph.release(self._capacity(index)))
+            self._outgoing[index] = graph.release(self._capacity(index))
 
     def back(self, index: int) -> torch.Tensor | None:
         """The slab that what was kept of a call has come back to; None where it never left."""
         return self._slab(index) if self._moves(index) else None
 
-    def new_tape(self, index: int) -> Tape | None:
+    def new_tape(self, index: int, call: FlatCall) -> Tape | None:
         """What takes outputs of operators in the forward of a call; None where none are kept."""
         kept = self._kept(index)
-        return Tape(kept.tape, self._moves(index)) if kept.tape else None
+        return Tape(call.name, kept.tape) if kept.tape else None
 
     def keep_inputs(
         self, index: int, call: FlatCall, tensors: list[torch.Tensor], tape: Tape | None
-    ) -> list[HeldInput | StoredInput]:
+    ) -> list[Held | StoredInput]:
         """Hand the call's own inputs and its tape to the activation store; what is returned stays with autograd."""
         acts = self._schedule.shapes[index].acts
         if not self._moves(index):
-            return list(map(_held, tensors))
+            return list(map(Held.of, tensors))
         own = [hole in acts for hole in call.holes]
         outgoing = [tensor.detach().contiguous() for mine, tensor in zip(own, tensors, strict=True) if mine]
+        held = [Held.of(tensor) for mine, tensor in zip(own, tensors, strict=True) if mine]
         if tape is not None:
             start = sum(align(tensor.numel() * tensor.itemsize, PAGE) for tensor in outgoing)
-            outgoing += tape.release(start, self._capacity(index))
+            taped, held_by_tape = tape.release(start, self._capacity(index))
+            outgoing, held = outgoing + taped, held + held_by_tape
         if not outgoing:
-            return list(map(_held, tensors))
-        self._outgoing[index] = Outgoing(call.name, outgoing)
+            return list(map(Held.of, tensors))
+        self._outgoing[index] = Outgoing(call.name, outgoing, held)
         return [
-            StoredInput(tensor.shape, tensor.dtype) if mine else _held(tensor)
+            StoredInput(tensor.shape, tensor.dtype) if mine else Held.of(tensor)
             for mine, tensor in zip(own, tensors, strict=True)
         ]
 
     def bring_inputs(
-        self, index: int, call: FlatCall, kept: list[HeldInput | StoredInput], tape: Tape | None
+        self, index: int, call: FlatCall, kept: list[Held | StoredInput], tape: Tape | None
     ) -> list[torch.Tensor]:
         """All inputs of the call again, the stored ones as views of their slot; and its tape. Raises UsageError where
         one was changed since."""
@@ -106,10 +100,8 @@ class Activations:
         tensors: list[torch.Tensor] = []
         at = 0
         for item in kept:
-            if isinstance(item, HeldInput):
-                if item.tensor._version != item.version:
-                    raise changed_since(call.name)
-                tensors.append(item.tensor)
+            if isinstance(item, Held):
+                tensors.append(item.unchanged(call.name))
                 continue
             size = item.shape.numel() * item.dtype.itemsize
             tensors.append(self._slab(index)[at : at + size].view(item.dtype).view(item.shape))
@@ -127,7 +119,3 @@ class Activations:
 
     def _slab(self, index: int) -> torch.Tensor:
         return self._pools.buffer(f"as{index}")
-
-
-def _held(tensor: torch.Tensor) -> HeldInput:
-    return HeldInput(tensor.detach(), tensor._version)

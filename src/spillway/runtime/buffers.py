@@ -3,6 +3,7 @@ computation; and of a forward on tensors without content nothing stays."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -10,39 +11,38 @@ from torch import nn
 
 from spillway.model.units import Unit
 
-# Of a module: bound and unbound by others.
-_NOT_KEPT = ("_parameters", "_modules")
+# What every module has for PyTorch's own use: parameters, which are bound and unbound, parts and hooks.
+_NOT_KEPT = vars(nn.Module()).keys() - {"training", "_buffers"}
+_CONTAINERS = (dict, list, set, tuple)
 
 
 class BufferGuard:
-    """Learns in a unit's first forward whether it changes what its modules keep. Where it does, a call is computed
+    """Watches in every forward of a unit whether it changes what its modules keep. Where it does, the call is computed
     again from what it began with, and that is afterwards as it was."""
 
     def __init__(self) -> None:
-        self._changes: dict[tuple[str, bool], bool] = {}
-        self._unseen: set[tuple[str, bool]] = set()  # of these, those whose changes only contents show
-        self._before: dict[int, tuple[_Kept, bool]] = {}  # per call that is to be computed again, and whether unseen
-        self._changing: set[int] = set()  # calls that changed something in their last forward
+        # Calls in which contents were compared, with what their modules trained; and those that changed some unseen.
+        self._compared: set[tuple[str, int, tuple[bool, ...]]] = set()
+        self._unseen: set[tuple[str, int, tuple[bool, ...]]] = set()
+        self._before: dict[int, tuple[_Kept, bool]] = {}  # per call that changed something, and whether unseen
 
     def is_quiet(self, call: int) -> bool:
         """Whether the last forward of a call left everything as it was."""
-        return call not in self._changing
+        return call not in self._before
 
     @contextmanager
     def first_time(self, unit: Unit, call: int) -> Iterator[None]:
         """The forward of a call, whose changes stay."""
-        key = (unit.name, any(module.training for _, module in unit.members))
-        if not self._changes.get(key, True):
-            yield
-            return
-        before = _Kept(part for _, module in unit.members for part in module.modules())
+        modules = [part for _, module in unit.members for part in module.modules()]
+        key = (unit.name, call, tuple(module.training for module in modules))
+        before = _Kept(modules)
         yield
-        if key not in self._changes and before.is_written_unseen():
-            self._unseen.add(key)
-        changed = key in self._unseen or before.is_changed()
-        self._changes[key] = changed or self._changes.get(key, False)
-        (self._changing.add if changed else self._changing.discard)(call)
-        if self._changes[key]:
+        if key not in self._compared:  # waits for the device, so once
+            self._compared.add(key)
+            if before.is_written_unseen():
+                self._unseen.add(key)
+        self._before.pop(call, None)
+        if key in self._unseen or before.is_changed():
             self._before[call] = before, key in self._unseen
 
     @contextmanager
@@ -51,7 +51,7 @@ class BufferGuard:
         if call not in self._before:
             yield
             return
-        before, is_unseen = self._before.pop(call)
+        before, is_unseen = self._before[call]
         after = _Kept(before.modules)
         before.restore(is_unseen)
         try:
@@ -68,16 +68,6 @@ def nothing_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         before.restore(is_unseen=True)
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Undo what happens to the model's buffers inside; what is made in attributes stays."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        _refill_tensors(before)
 
 
 class _Kept:
@@ -119,14 +109,17 @@ class _Kept:
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
-    return {name: (value, _content(value)) for name, value in vars(module).items() if name not in _NOT_KEPT}
+    return {
+        name: (value, _content(value) if isinstance(value, _CONTAINERS) else [])
+        for name, value in vars(module).items()
+        if name not in _NOT_KEPT
+    }
 
 
-def _content(value: object) -> list[Any]:
-    """Of a container; nothing of anything else."""
-    if isinstance(value, dict):
-        return [part for item in value.items() for part in item]
-    return list(value) if isinstance(value, (list, tuple, set)) else []
+def _content(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [part for item in container.items() for part in item]
+    return list(container)
 
 
 def _is_plain(item: object) -> bool:
@@ -136,11 +129,12 @@ def _is_plain(item: object) -> bool:
 def _is_same(now: dict[str, tuple[Any, list[Any]]], before: dict[str, tuple[Any, list[Any]]]) -> bool:
     if now.keys() != before.keys():
         return False
-    return all(_are_same([now[name][0], *now[name][1]], [value, *content]) for name, (value, content) in before.items())
+    pairs = ((now[name], known) for name, known in before.items())
+    return all(one is other and _are_same(content, old) for (one, content), (other, old) in pairs)
 
 
 def _are_same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(one is other for one, other in zip(now, before, strict=True))
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _refill(container: Any, content: list[Any]) -> None:

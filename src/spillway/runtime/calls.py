@@ -92,10 +92,8 @@ class Replay:
 
 def autocast_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """The autocast setting in force, to be entered again later."""
-    if not torch.is_autocast_enabled(device.type):
-        return nullcontext
-    dtype = torch.get_autocast_dtype(device.type)
-    return lambda: torch.autocast(device.type, dtype)
+    dtype, enabled = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+    return lambda: torch.autocast(device.type, dtype, enabled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +191,8 @@ def run_forward(
                 _refuse_fakes(call, outputs)
                 if graph is not None:
                     graph.note(inputs, _own(outputs, inputs))
+                if tape is not None:
+                    tape.note(_own(outputs, inputs))
                 parts.append([_settled(output, inputs, slot) for output in outputs])
             del inputs, outputs
     if versions != [tensor._version for tensor in tensors]:

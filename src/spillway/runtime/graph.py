@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from spillway.runtime.held import Held, Outgoing
 from spillway.runtime.window import Gradients
 from spillway.spec.errors import UsageError
 from spillway.spec.sizes import PAGE, align
@@ -91,7 +92,8 @@ class Graph:
         self._slot_start = slot.storage_offset()
         self._shared = {_address(tensor) for tensor in shared}
         self._numbers: dict[int, int] = {}  # address of a storage that is held -> its number
-        self._held: dict[int, torch.Tensor] = {}  # number -> its bytes, while they are on the device
+        self._bytes: dict[int, torch.Tensor] = {}  # number -> its bytes, while they are on the device
+        self._held: dict[int, list[Held]] = {}  # number -> tensors that lie in it, while they are
         self._offsets: dict[int, int] = {}  # number -> where its bytes lie in the slab
         self._slab: torch.Tensor | None = None
         self._slot: torch.Tensor | None = None
@@ -100,8 +102,8 @@ class Graph:
 
     # Forward #
 
-    def pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Place":
-        """What autograd keeps of a tensor."""
+    def pack(self, tensor: torch.Tensor) -> Held | _Place:
+        """What autograd keeps of a tensor; with its version, for autograd looks at none where others keep for it."""
         address = _address(tensor)
         start = tensor.storage_offset() * tensor.itemsize
         if address == self._slot_address:
@@ -109,10 +111,11 @@ class Graph:
         # Kernels on a device save some tensors of the host: the seed of attention's dropout, for one.
         elsewhere = tensor.device != self._device
         if not self._moves or elsewhere or address in self._shared or not tensor.numel():
-            return tensor.detach()
+            return Held.of(tensor)
         number = self._numbers.setdefault(address, len(self._numbers))
-        if number not in self._held:
-            self._held[number] = _bytes_of(tensor)
+        if number not in self._bytes:
+            self._bytes[number] = _bytes_of(tensor)
+        self._held.setdefault(number, []).append(Held.of(tensor))
         return _Place(number, tensor.dtype, tensor.shape, tensor.stride(), start)
 
     def note(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -120,22 +123,23 @@ class Graph:
         self._inputs.append(inputs)
         self._roots.append([Root.of(output) for output in outputs])
 
-    def release(self, capacity: int) -> list[torch.Tensor]:
+    def release(self, capacity: int) -> Outgoing:
         """Bytes to be moved away, in the order in which they will lie at whole pages of a slab of `capacity` bytes.
         What does not fit (a kernel that saves more than the profiled one) stays."""
-        moved, at = [], 0
-        for number, content in list(self._held.items()):
+        moved, held, at = [], [], 0
+        for number, content in list(self._bytes.items()):
             size = align(content.numel(), PAGE)
             if at + size <= capacity:
                 self._offsets[number] = at
-                moved.append(self._held.pop(number))
+                moved.append(self._bytes.pop(number))
+                held += self._held.pop(number)
                 at += size
         for inputs in self._inputs:
             for tensor in inputs:
                 if _address(tensor) not in self._shared:
                     # Autograd needs the leaf for its gradient only, and looks at nothing but its shape.
                     tensor.data = tensor.new_empty(1).expand(tensor.shape) if tensor.numel() else tensor.data
-        return moved
+        return Outgoing(self.name, moved, held)
 
     # Backward #
 
@@ -146,12 +150,14 @@ class Graph:
             for name, leaf in self._leaves.items():
                 gradients.collect(name, leaf)
 
-    def unpack(self, kept: "torch.Tensor | _Place") -> torch.Tensor:
-        """The tensor again. Raises UsageError outside of the call's own backward."""
+    def unpack(self, kept: Held | _Place) -> torch.Tensor:
+        """The tensor again. Raises UsageError where it was changed, and outside of the call's own backward."""
         self.refuse_bypass()
-        if isinstance(kept, torch.Tensor):
-            return kept
-        base = self._slot if kept.storage == _SLOT else self._held.get(kept.storage, self._slab)
+        if isinstance(kept, Held):
+            return kept.unchanged(self.name)
+        for held in self._held.get(kept.storage, ()):
+            held.unchanged(self.name)
+        base = self._slot if kept.storage == _SLOT else self._bytes.get(kept.storage, self._slab)
         if base is None:
             raise AssertionError("a tensor was moved away and its slab did not come back")
         start = base.storage_offset() + self._offsets.get(kept.storage, 0)
@@ -174,7 +180,7 @@ class Graph:
         """Backward is over, or will not come: let go of everything. Autograd's nodes hold this object and it holds
         them, so nobody else would."""
         self._slot, self._slab, self._is_back = None, None, False
-        self._inputs, self._roots, self._held = [], [], {}
+        self._inputs, self._roots, self._bytes, self._held = [], [], {}, {}
         for leaf in self._leaves.values():
             leaf.grad = None
 

@@ -9,7 +9,7 @@ import torch
 from spillway.optim.clip import Clipping
 from spillway.optim.update import Hyper, StateRange, laid_in, sum_squares, update_range
 from spillway.runtime.device import Device
-from spillway.runtime.outgoing import Outgoing
+from spillway.runtime.held import Outgoing
 from spillway.spec.errors import NonFinite, invariant
 from spillway.spec.plan import Op
 from spillway.spec.sizes import PAGE, align
@@ -51,7 +51,7 @@ class StepState:
     squares: dict[int, float] = field(default_factory=dict)  # per unit: sum of squares of its gradient as it landed
     non_finite: int | None = None  # a unit whose gradient is infinite or not a number
     fresh: set[int] = field(default_factory=set)  # units whose gradient slot this backward has filled
-    acts: dict[int, Outgoing] = field(default_factory=dict)  # inputs on their way out, per call
+    acts: dict[int, Outgoing] = field(default_factory=dict)  # on their way out, per call
     at_rest: bool = False  # every update of `late` is
     in_place: bool = False  # an update has changed weights or states of which there is no other copy
     act_extents: dict[int, Extent] = field(default_factory=dict)

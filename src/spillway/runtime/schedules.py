@@ -27,7 +27,7 @@ from spillway.model.profile import (
 )
 from spillway.model.units import Unit
 from spillway.model.work import Work, measure_work
-from spillway.runtime.buffers import buffers_kept, nothing_kept
+from spillway.runtime.buffers import nothing_kept
 from spillway.runtime.calls import rng_kept
 from spillway.runtime.device import Device
 from spillway.runtime.window import leaves
@@ -107,7 +107,7 @@ class Schedules:
         """The schedule for batches like this one. Raises UsageError and PlanInfeasible."""
         self._refuse_other_device((args, kwargs))
         seen = tuple(look.read(args, kwargs) for look in self.looks)
-        signature = (_signature((args, kwargs)), seen, self._model.training)
+        signature = (_signature((args, kwargs)), seen, self._model.training, self._autocast())
         schedule = self._known.pop(signature, None) or self._make(args, kwargs, seen)
         self._known[signature] = schedule
         if len(self._known) > _REMEMBERED:
@@ -122,6 +122,10 @@ class Schedules:
         tokens = max((leaf.numel() for leaf in tensors if not leaf.is_floating_point()), default=0)
         profile = model_profile(self._units, calls, shapes, works, tokens)
         return Schedule(self._planner(profile, self._is_open()), profile, shapes, self._calls_beside)
+
+    def _autocast(self) -> torch.dtype | None:
+        kind = self._device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     @property
     def is_profiling(self) -> bool:
@@ -275,7 +279,7 @@ class Schedules:
         with (
             self._at_rest(),
             rng_kept(self._device),
-            buffers_kept(self._model),
+            nothing_kept(self._model.modules()),
             torch.compiler.set_stance("force_eager"),
         ):
             return self._record(args, kwargs, Profiler(), is_real=True)

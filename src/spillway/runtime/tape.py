@@ -4,7 +4,7 @@ Works beneath autograd, where each operator arrives once, with plain tensors: au
 what is replayed, and what lies between is computed again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.operators import class_of
+from spillway.runtime.held import Held
 from spillway.spec.errors import UsageError, invariant
 from spillway.spec.sizes import PAGE, align
 
@@ -42,26 +43,42 @@ class _Moved:
         return empty.set_(slab.untyped_storage(), start // self.dtype.itemsize, self.shape, self.stride)
 
 
-class Tape:
-    """Of one call, micro-batch by micro-batch."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Of one micro-batch. `returned`: by address of their storage, what the call gave to others, who may change it.
+    (What is recorded beneath autograd does not share in the count of changes.)"""
 
-    def __init__(self, classes: tuple[str, ...], moves: bool) -> None:
+    outputs: list[_Output] = field(default_factory=list)
+    returned: dict[int, Held] = field(default_factory=dict)
+
+
+class Tape:
+    """Of one call, micro-batch by micro-batch. `name`: of the call, for messages."""
+
+    def __init__(self, name: str, classes: tuple[str, ...]) -> None:
         self.classes = frozenset(classes)
-        self.moves = moves
-        self._parts: list[list[_Output]] = []
+        self._name = name
+        self._parts: list[_Part] = []
         self._slab: torch.Tensor | None = None
 
     def record(self) -> "Recorder":
         """The context in which a micro-batch is computed for the first time."""
-        outputs: list[_Output] = []
-        self._parts.append(outputs)
-        return Recorder(self.classes, outputs)
+        self._parts.append(_Part())
+        return Recorder(self.classes, self._parts[-1].outputs)
 
-    def release(self, start: int, capacity: int) -> list[torch.Tensor]:
+    def note(self, outputs: list[torch.Tensor]) -> None:
+        """These are what the micro-batch gave."""
+        for output in outputs:
+            self._parts[-1].returned[_address(output)] = Held.of(output)
+
+    def release(self, start: int, capacity: int) -> tuple[list[torch.Tensor], list[Held]]:
         """Bytes to be moved away, in the order in which they will lie at whole pages of a slab of `capacity` bytes
-        whose first `start` are taken. What does not fit stays, and what is smaller than a page."""
-        moved, at = [], start
-        for output in (output for part in self._parts for output in part):
+        whose first `start` are taken; and who else could change them. What does not fit stays, and what is smaller than
+        a page."""
+        moved: list[torch.Tensor] = []
+        held: list[Held] = []
+        at = start
+        for part, output in [(one, output) for one in self._parts for output in one.outputs]:
             for place, leaf in enumerate(output.leaves):
                 if not isinstance(leaf, torch.Tensor):
                     continue
@@ -72,17 +89,22 @@ class Tape:
                 offset = leaf.storage_offset() * leaf.itemsize
                 output.leaves[place] = _Moved(at, leaf.dtype, leaf.shape, leaf.stride(), offset)
                 moved.append(content)
+                held += [part.returned[address] for address in [_address(leaf)] if address in part.returned]
                 at += size
-        return moved
+        return moved, held
 
     def bring_back(self, slab: torch.Tensor | None) -> None:
         """What was moved is in this slab."""
         self._slab = slab
 
     def replay(self, index: int) -> "Replayer":
-        """The context in which a micro-batch is computed again; what was kept of it is then forgotten here."""
-        outputs, self._parts[index] = self._parts[index], []
-        return Replayer(self.classes, outputs, self._slab)
+        """The context in which a micro-batch is computed again; what was kept of it is then forgotten here. Raises
+        UsageError where it was changed."""
+        part, self._parts[index] = self._parts[index], _Part()
+        for leaf in (leaf for output in part.outputs for leaf in output.leaves):
+            if isinstance(leaf, torch.Tensor) and _address(leaf) in part.returned:
+                part.returned[_address(leaf)].unchanged(self._name)
+        return Replayer(self.classes, part.outputs, self._slab)
 
 
 class Recorder(TorchDispatchMode):
@@ -108,7 +130,7 @@ class Recorder(TorchDispatchMode):
             self._outputs.append(output)
             for place, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor):
-                    self._where.setdefault(leaf.untyped_storage().data_ptr(), []).append((output, place))
+                    self._where.setdefault(_address(leaf), []).append((output, place))
         return result
 
     def _save_from(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -122,7 +144,7 @@ class Recorder(TorchDispatchMode):
     def _copy(self, written: Any) -> None:
         for tensor in written if isinstance(written, (list, tuple)) else [written]:
             if isinstance(tensor, torch.Tensor):
-                for output, place in self._where.pop(tensor.untyped_storage().data_ptr(), []):
+                for output, place in self._where.pop(_address(tensor), []):
                     output.leaves[place] = output.leaves[place].clone()
 
 
@@ -161,3 +183,7 @@ class Replayer(TorchDispatchMode):
         if self._slab is None:
             raise AssertionError("a tensor is wanted before it was brought back")
         return leaf.view(self._slab)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

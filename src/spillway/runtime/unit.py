@@ -137,7 +137,7 @@ class _UnitFunction(torch.autograd.Function):
         streams = session.forks.streams(index)
         with session.forward_of(index) as (slot, weights):
             graph = session.activations.new_graph(index, call, marked, slot, weights)
-            tape = session.activations.new_tape(index)
+            tape = session.activations.new_tape(index, call)
             device = session.device
             leaves, box["spec"], replay = run_forward(call, shape, marked, device, streams, slot, graph, tape)
             if graph is None:

@@ -21,6 +21,7 @@ from spillway.checkpoint.sources import persistent_buffers
 from spillway.data import Batches, Encoded, data_files, encode_files
 from spillway.evaluate import Evaluation
 from spillway.integrations.huggingface import CAUSAL_LM, find_directory, fitting_length
+from spillway.integrations.packing import keeps_documents_apart
 from spillway.integrations.tokenizer import fingerprint, load_tokenizer, pad_id
 from spillway.optim.config import settings_of
 from spillway.optim.optimizer import StreamingOptimizer
@@ -83,7 +84,8 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     stores = store_directories(options, directory)
     length = _row_length(options, origins, source, reporter)
     data = _encode(options, tokenizer, length, reporter)
-    held_out = _read_held_out(options, tokenizer, length, reporter)
+    packing = _packing(options, source, reporter)
+    held_out = _read_held_out(options, tokenizer, length, packing, reporter)
     identity = identity_of(options, data)
     saved_in = where_saved(options, directory)
     own_tokenizer = fingerprint(tokenizer)
@@ -94,7 +96,7 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     say(f"building {source} and planning")
     model = load(source, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle)
     rows = options.per_device_train_batch_size * options.gradient_accumulation_steps
-    batches = Batches(data.samples, rows, length, options.seed, options.packing, pad_id(tokenizer))
+    batches = Batches(data.samples, rows, length, options.seed, packing, pad_id(tokenizer))
     optimizer = _prepare(options, model, stores, saved_in if resumed else False, reporter)
     stack.callback(close, model)
     parts = prepared(model)
@@ -136,6 +138,17 @@ def _row_length(options: TrainOptions, origins: dict[str, str], source: Path, re
     return most
 
 
+def _packing(options: TrainOptions, source: Path, reporter: Reporter) -> bool:
+    """Whether rows may hold several samples."""
+    may = options.packing and keeps_documents_apart(source)
+    if options.packing and not may:
+        reporter.say(
+            "note: each row holds one sample: with several, this model would not see where one ends; samples of like "
+            "length waste least"
+        )
+    return may
+
+
 def _encode(options: TrainOptions, tokenizer: Any, length: int, reporter: Reporter) -> Encoded:
     with reporter.counting("reading data") as counter:
         data = encode_files(options.data, tokenizer, length, counter.reach)
@@ -149,14 +162,16 @@ def _encode(options: TrainOptions, tokenizer: Any, length: int, reporter: Report
     return data
 
 
-def _read_held_out(options: TrainOptions, tokenizer: Any, length: int, reporter: Reporter) -> Evaluation | None:
+def _read_held_out(
+    options: TrainOptions, tokenizer: Any, length: int, packing: bool, reporter: Reporter
+) -> Evaluation | None:
     if not options.eval_data:
         return None
     with reporter.counting("reading held-out data") as counter:
         found = encode_files(options.eval_data, tokenizer, length, counter.reach)
     reporter.say(f"held-out data: {found.num_records} records, {found.num_trained:,} trained tokens")
     rows = options.per_device_train_batch_size
-    return Evaluation.of(found.samples, rows, length, options.packing, pad_id(tokenizer))
+    return Evaluation.of(found.samples, rows, length, packing, pad_id(tokenizer))
 
 
 def _count_steps(options: TrainOptions, batches: Batches) -> int:
