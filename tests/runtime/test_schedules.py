@@ -133,3 +133,41 @@ def test_a_forward_on_real_data_tells_of_activations_what_one_on_shapes_does(act
     assert found[True] == found[False]
     calls = found[True][1].calls
     assert all(call.work_bytes and call.saved_bytes for call in calls[1:]) and any(call.act_bytes for call in calls)
+
+
+class Routed(nn.Module):
+    """A block that also gives what it found in all rows together: a count, or a loss of its own."""
+
+    def __init__(self, gives: str) -> None:
+        super().__init__()
+        self.linear, self.gives = nn.Linear(8, 8), gives
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(x).tanh()
+        if self.gives == "counts":
+            with torch.no_grad():
+                return y, (y.argmax(-1, keepdim=True) == torch.arange(8)).sum(0)
+        return y, y.mean(0)[:1].square()
+
+
+class Mixed(nn.Module):
+    def __init__(self, gives: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Routed(gives), Routed(gives)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, first = self.blocks[0](x)
+        x, second = self.blocks[1](x)
+        return (x.sum(-1) * (first.sum() + second[0] + 1)).mean()
+
+
+@pytest.mark.parametrize("gives", ("counts", "a loss"))
+def test_a_block_that_mixes_rows_in_one_of_its_outputs_is_not_cut_into_micro_batches(gives: str) -> None:
+    plain, x = Mixed(gives), torch.linspace(-1, 1, 32).view(4, 8)
+    model, _ = spillway.prepare(Mixed(gives), spillway.SGD(lr=0.1, momentum=0.0), device="cpu", micro_batch=2)
+    for _ in range(2):
+        torch.testing.assert_close(model(x).item(), plain(x).item())
+    shapes = prepared(model).session.schedules.of((x,), {}).shapes
+    assert all(shape.chunks == 1 for shape in shapes)
+    spillway.close(model)

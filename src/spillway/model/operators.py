@@ -19,6 +19,7 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_grouped_mm": 0}
 _ATTENTION = "_scaled_dot_product_"
 _ATTENTION_KINDS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 OTHER = "other"
+_NOTHING: frozenset[int] = frozenset()
 
 
 def class_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -83,11 +84,13 @@ class _Found:
 
 
 class OperatorTally(TorchDispatchMode):
-    """Adds up what the operators of one call give and cost. `flops`: of all of them."""
+    """Adds up what the operators of one call give and cost. `flops`: of all of them. `sources`: by storage, the inputs
+    of the call that its content comes from; given for the inputs themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, sources: dict[int, frozenset[int]] | None = None) -> None:
         super().__init__()
         self.flops = 0.0
+        self.sources = {} if sources is None else sources
         self._found = _Found()
 
     def __torch_dispatch__(
@@ -99,6 +102,8 @@ class OperatorTally(TorchDispatchMode):
         formula = _formulas().get(func._overloadpacket)
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
         self.flops += flops
+        if self.sources:
+            self._trace(func, args, kwargs, result)
         if _makes_something(func):
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             entry = self._found.classes.setdefault(class_of(func, args, kwargs) or OTHER, _Sum())
@@ -107,6 +112,15 @@ class OperatorTally(TorchDispatchMode):
             entry.count += len(tensors)
         return result
 
+    def _trace(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if func._schema.is_mutable and not written:
+            written = given
+        found = _NOTHING.union(*(self.sources.get(storage_of(tensor), _NOTHING) for tensor in given))
+        for tensor in written:
+            self.sources[storage_of(tensor)] = found
+
     def classes(self) -> tuple[OperatorClass, ...]:
         """What was seen, the highest FLOPs per byte first."""
         found = [
@@ -114,6 +128,11 @@ class OperatorTally(TorchDispatchMode):
             for name, entry in self._found.classes.items()
         ]
         return tuple(sorted(found, key=lambda entry: -entry.benefit))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Tells storages apart; fake ones, which have no address, too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 @cache

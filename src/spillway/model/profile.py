@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from spillway.model.operators import OperatorTally
+from spillway.model.operators import OperatorTally, storage_of
 from spillway.model.units import Unit
 from spillway.model.work import Work
 from spillway.spec.errors import UsageError
@@ -109,7 +109,10 @@ class Profiler:
                 )
             return tensor
 
-        tally = OperatorTally()
+        sources: dict[int, frozenset[int]] = {}
+        for place, tensor in inputs.items():  # several may lie in one storage
+            sources[storage_of(tensor)] = sources.get(storage_of(tensor), frozenset()) | {place}
+        tally = OperatorTally(sources)
         with torch.autograd.graph.saved_tensors_hooks(note, saved_again), tally:
             result = call.run()
         outputs = tensors_by_place(result)
@@ -128,17 +131,12 @@ class Profiler:
             rows,
             call.chunk_rows,
             call if self.is_fake else None,
-            _origins(inputs, outputs),
+            {place: sources.get(storage_of(tensor), frozenset()) for place, tensor in outputs.items()},
             any(output.requires_grad for output in outputs.values()),
             work,
         )
         self.calls.append(record)
         return result
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Tells storages apart; fake ones, which have no address, too."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def tensors_by_place(tree: Any) -> dict[int, torch.Tensor]:
@@ -222,27 +220,6 @@ def _is_cut_cleanly(
         if place not in cut_outputs and (tensor.dim() == 0 or call.origins.get(place, frozenset()) & cut_inputs):
             return False
     return True
-
-
-def _origins(inputs: dict[int, torch.Tensor], outputs: dict[int, torch.Tensor]) -> dict[int, frozenset[int]]:
-    """For each output, the inputs that autograd's graph leads back to."""
-    places = {tensor.grad_fn: place for place, tensor in inputs.items() if tensor.grad_fn is not None}
-    found: dict[int, frozenset[int]] = {}
-    for output_place, output in outputs.items():
-        reached: set[int] = set()
-        seen: set[Any] = set()
-        waiting = [output.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node in places:
-                reached.add(places[node])
-                continue
-            waiting += [following for following, _ in node.next_functions]
-        found[output_place] = frozenset(reached)
-    return found
 
 
 def _grown_places(tensors: dict[int, torch.Tensor], grown: dict[int, torch.Tensor]) -> frozenset[int]:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from spillway.model.binding import bound
+from spillway.model.operators import storage_of
 from spillway.model.profile import (
     CallRecord,
     CallShape,
@@ -22,7 +23,6 @@ from spillway.model.profile import (
     grow_batch,
     model_profile,
     shapes_of,
-    storage_of,
     tensors_by_place,
 )
 from spillway.model.units import Unit

@@ -1,7 +1,7 @@
 """One model in training: turns the user's forward, backward and optimizer step into the operations of the plan."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -344,8 +344,12 @@ class Session:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         op = self.engine.upcoming_call(index, backward=True)
-        with self.engine.computing(op) as (slot, _, gradients), self._buffers.again(index):
+        with self.engine.computing(op) as (slot, _, gradients):
             yield slot, gradients
+
+    def computed_again(self, index: int) -> AbstractContextManager[None]:
+        """What the unit's modules keep is as it was when the call was computed first."""
+        return self._buffers.again(index)
 
     # The user's backward and step #
 

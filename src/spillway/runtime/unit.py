@@ -170,6 +170,7 @@ class _UnitFunction(torch.autograd.Function):
                 graph.close()
             else:
                 tensors = session.activations.bring_inputs(index, call, kept, tape)
-                found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, tape, device, streams)
+                with session.computed_again(index):
+                    found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, tape, device, streams)
         ctx.step = None
         return (None, None, None, None, None, *found)
