@@ -19,7 +19,7 @@ import directories
 import models
 import reference
 import spillway
-from spillway import native
+from spillway import assembly, native
 from spillway.api import read_parameters
 from spillway.assembly import prepared
 from spillway.spec.errors import NonFinite, UsageError
@@ -713,3 +713,37 @@ def test_a_model_that_was_closed_is_freed(looks: bool) -> None:
     del model, optimizer
     gc.collect()
     assert gone() is None
+
+
+def test_a_prepare_that_fails_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.llama()
+    batch, expected = models.batch("llama", 0), [param.requires_grad for param in model.parameters()]
+    before = model(**batch).loss.item()
+    with pytest.raises(UsageError, match="label smoothing"):
+        spillway.prepare(models.two_lists(), SETTINGS, device="cpu", label_smoothing=0.1)
+
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room for buffers")
+
+    monkeypatch.setattr(assembly, "_move_buffers", no_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        spillway.prepare(model, SETTINGS, device="cpu", store=tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(spillway.PlanInfeasible):
+        spillway.stream(model, device="cpu", host_memory="1MB")
+    assert [param.requires_grad for param in model.parameters()] == expected
+    assert model(**batch).loss.item() == before
+    spillway.prepare(model, SETTINGS, device="cpu", store=tmp_path)
+    assert model(**batch).loss.item() == pytest.approx(before)
+    spillway.close(model)
+
+
+def test_a_closed_model_that_is_still_there_holds_no_slabs(tmp_path: Path) -> None:
+    model, optimizer = spillway.prepare(models.llama(), SETTINGS, device="cpu", store=tmp_path)
+    model(**models.batch("llama", 0)).loss.backward()
+    optimizer.step()
+    pools = weakref.ref(prepared(model).session.engine.pools)
+    spillway.close(model)
+    del optimizer
+    gc.collect()
+    assert model is not None and pools() is None

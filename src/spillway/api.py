@@ -154,7 +154,13 @@ def prepare(
     parts = assemble(model, state_format(settings), place, request, micro_batch, resume, label_smoothing)
     session = parts.session
     streaming = StreamingOptimizer(
-        settings, session.placeholders, loss_scale, lambda: _finish(model, streaming), parts.points.step, own_groups
+        settings,
+        session.placeholders,
+        loss_scale,
+        lambda: _finish(model, streaming),
+        session.drop_gradients,
+        parts.points.step,
+        own_groups,
     )
     session.hypers, session.clipping, session.loss_scale = streaming.hypers, clipping, loss_scale
     session.engine.segments = [_segments(unit, session, streaming) for unit in session.units]
@@ -181,10 +187,16 @@ def stream(
     same model. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
     """
     check_fresh(model)
+    trained = [param for param in model.parameters() if param.requires_grad]
     model.requires_grad_(False)
     request = PlanRequest(weights=weights, has_store=bool(store))
-    assemble(model, EXACT, Place(store, device, device_memory, host_memory, disk_memory), request, None)
-    _open(model, {})
+    try:
+        assemble(model, EXACT, Place(store, device, device_memory, host_memory, disk_memory), request, None)
+        _open(model, {})
+    except BaseException:
+        for param in trained:
+            param.requires_grad_()
+        raise
     return model
 
 

@@ -130,8 +130,8 @@ def assemble(
     planner = Planner(compute, units, paths, budget, request, form)
     cores = psutil.cpu_count(logical=True) or 1
     threads = cores if compute.kind == "cpu" else max(cores - 2, 1)  # a GPU wants to be fed
+    _move_buffers(model, compute)  # may fail, and the model is the user's until the next line
     session = Session(model, units, compute, planner, store, request.accumulation, micro_batch, threads)
-    _move_buffers(model, compute)
     parts = Prepared(
         session,
         points,
@@ -144,8 +144,8 @@ def assemble(
     session.engine.on_rest = lambda: points.at_rest(store)
     store.on_open = lambda opened, plan: _fill(opened, plan, parts)
     _prepared[model] = parts
-    session.on_undo.append(guard(model))
     try:
+        session.on_undo.append(guard(model, session.drop_gradients))
         _adapt(model, session, label_smoothing)
     except BaseException:
         give_back(model)

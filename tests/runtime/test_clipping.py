@@ -14,6 +14,7 @@ import reference
 import spillway
 from spillway.api import close, read_parameters, save_point
 from spillway.assembly import prepared
+from spillway.optim.clip import Clipping
 from spillway.spec.errors import SkippedStep
 from spillway.spec.plan import UPDATE_MODES
 
@@ -190,3 +191,42 @@ def test_no_sync_asks_for_a_plan_that_accumulates(tmp_path: Path) -> None:
     with spillway.no_sync(model), pytest.raises(spillway.UsageError, match="gradient_accumulation_steps"):
         model(**models.batch("llama", 0))
     close(model)
+
+
+@pytest.mark.parametrize("which", ("optimizer", "model"))
+def test_zero_grad_drops_what_an_unfinished_step_has_summed(which: str, tmp_path: Path) -> None:
+    plain = models.llama()
+    model, optimizer = prepare(copy.deepcopy(plain), tmp_path, "overlap", "host", accumulation=2, max_grad_norm=None)
+    steps = []
+    zero = optimizer.zero_grad if which == "optimizer" else model.zero_grad
+    for number in range(3):
+        zero()  # as many loops begin
+        model(**models.batch("llama", 10 + number)).loss.backward()
+        zero()
+        kept = [models.batch("llama", 2 * number), models.batch("llama", 2 * number + 1)]
+        for batch in kept:
+            (model(**batch).loss / 2).backward()
+        with pytest.raises(spillway.UsageError, match="call it after the step"):
+            zero()
+        optimizer.step()
+        zero()
+        steps.append(kept)
+    reference.train(plain, steps, LR, None)
+    weights = read_parameters(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(weights[name], param.detach(), rtol=1e-5, atol=1e-5, msg=name)
+    model(**models.batch("llama", 0)).loss.backward()
+    loss = model(**models.batch("llama", 1)).loss
+    with pytest.raises(spillway.UsageError, match="call it before the forward"):
+        zero()
+    loss.backward()
+    optimizer.step()
+    close(model)
+
+
+def test_elements_are_clamped_also_where_the_scaled_limit_is_no_float16() -> None:
+    grad = torch.tensor([-65504.0, 1.0, 65504.0], dtype=torch.float16)
+    Clipping("value", 0.5).clamp(grad, 2.0**16)
+    assert grad.tolist() == [-32768.0, 1.0, 32768.0]
+    Clipping("value", 1.0).clamp(grad, 2.0**16)
+    assert grad.tolist() == [-32768.0, 1.0, 32768.0]

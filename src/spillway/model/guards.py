@@ -53,10 +53,12 @@ class Guarded:
         raise UsageError(_COPIED)
 
 
-def guard(model: nn.Module) -> Callable[[], None]:
-    """Let the model refuse what it cannot do. Returns the way back."""
+def guard(model: nn.Module, drop_gradients: Callable[[], None]) -> Callable[[], None]:
+    """Let the model refuse what it cannot do, and drop its gradients, which are not in its parameters. Returns the way
+    back."""
     kind = type(model)
-    told = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__qualname__": kind.__qualname__}
+    told: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__qualname__": kind.__qualname__}
+    told["zero_grad"] = lambda _, set_to_none=True: drop_gradients()
     model.__class__ = type(kind.__name__, (Guarded, kind), told)
 
     def undo() -> None:

@@ -33,7 +33,8 @@ class Clipping:
     def clamp(self, grad: torch.Tensor, loss_scale: float) -> None:
         """Bound each element, in place; the gradient is that of a scaled loss."""
         if self.by == "value" and self.limit is not None:
-            grad.clamp_(-self.limit * loss_scale, self.limit * loss_scale)
+            limit = min(self.limit * loss_scale, torch.finfo(grad.dtype).max)  # which a scaled one may pass
+            grad.clamp_(-limit, limit)
 
 
 def clip_scale(norm: float, max_norm: float | None) -> float:

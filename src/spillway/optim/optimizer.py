@@ -39,6 +39,7 @@ class StreamingOptimizer(torch.optim.Optimizer):
         params: dict[str, nn.Parameter],
         loss_scale: LossScale,
         finish: Callable[[], Any],
+        drop_gradients: Callable[[], None],
         first_step: int = 0,
         own_groups: Sequence[NamedGroup] = (),
     ) -> None:
@@ -59,6 +60,7 @@ class StreamingOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self._is_scaled = False  # a loss of this step was
         self._finish = finish
+        self._drop_gradients = drop_gradients
         self._is_complete = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -146,7 +148,9 @@ class StreamingOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients start at zero after every step."""
+        """Drop what backwards of an unfinished step have summed. (Gradients start at zero after every step.) Raises
+        UsageError where it is too late for that: once the backward that completes a step has begun its updates."""
+        self._drop_gradients()
 
 
 def _decays(param: nn.Parameter, settings: Rule) -> bool:

@@ -3,6 +3,8 @@ computation; and of a forward on tensors without content nothing stays."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -11,9 +13,8 @@ from torch import nn
 
 from spillway.model.units import Unit
 
-# What every module has for PyTorch's own use: parameters, which are bound and unbound, parts and hooks.
-_NOT_KEPT = vars(nn.Module()).keys() - {"training", "_buffers"}
-_CONTAINERS = (dict, list, set, tuple)
+# Of a module: bound and unbound by others.
+_NOT_KEPT = ("_parameters", "_modules")
 
 
 class BufferGuard:
@@ -76,8 +77,8 @@ class _Kept:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules = list(modules)
-        self._attributes = [_attributes(module) for module in self.modules]
-        items = (item for known in self._attributes for value, content in known.values() for item in (value, *content))
+        self._attributes = [_Attributes.of(module) for module in self.modules]
+        items = (item for known in self._attributes for item in known.items())
         tensors = {id(item): item for item in items if _is_plain(item)}
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
         self._versions = [tensor._version for tensor, _ in self._tensors]
@@ -85,7 +86,7 @@ class _Kept:
     def is_changed(self) -> bool:
         """Whether anything is another, or was written to as far as versions tell. Waits for no device."""
         pairs = zip(self.modules, self._attributes, strict=True)
-        moved = any(not _is_same(_attributes(module), known) for module, known in pairs)
+        moved = any(not known.are_those_of(module) for module, known in pairs)
         return moved or self._versions != [tensor._version for tensor, _ in self._tensors]
 
     def is_written_unseen(self) -> bool:
@@ -97,23 +98,52 @@ class _Kept:
         """Everything as it was. Tensors are written to only where they were, as graphs may need them unwritten: by
         their versions, or all where changes may be unseen."""
         for module, known in zip(self.modules, self._attributes, strict=True):
-            own = vars(module)
-            for name in _attributes(module).keys() - known.keys():
-                del own[name]
-            for name, (value, content) in known.items():
-                own[name] = value
-                if isinstance(value, (dict, list, set)) and not _are_same(_content(value), content):
-                    _refill(value, content)
+            known.restore(module)
         known_versions = zip(self._tensors, self._versions, strict=True)
         _refill_tensors([kept for kept, known in known_versions if is_unseen or kept[0]._version != known])
 
 
-def _attributes(module: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
-    return {
-        name: (value, _content(value) if isinstance(value, _CONTAINERS) else [])
-        for name, value in vars(module).items()
-        if name not in _NOT_KEPT
-    }
+@dataclass(frozen=True, slots=True)
+class _Attributes:
+    """Of a module; and by name, what is in those that are containers and not empty."""
+
+    values: dict[str, Any]
+    contents: dict[str, list[Any]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Attributes":
+        own = vars(module)
+        return cls(own.copy(), {name: _content(value) for name, value in own.items() if _holds(name, value) and value})
+
+    def items(self) -> Iterator[Any]:
+        """All that was found."""
+        return chain(self.values.values(), *self.contents.values())
+
+    def are_those_of(self, module: nn.Module) -> bool:
+        """Whether the module still has the same. Made for speed: it runs in every forward."""
+        own = vars(module)
+        if own.keys() != self.values.keys() or not all(map(is_, own.values(), self.values.values())):
+            return False
+        for name, value in own.items():
+            if _holds(name, value) and value and not _are_same(_content(value), self.contents.get(name, [])):
+                return False
+        return all(map(own.__getitem__, self.contents))  # what was filled is not empty now
+
+    def restore(self, module: nn.Module) -> None:
+        """Let the module have them again."""
+        own = vars(module)
+        for name in own.keys() - self.values.keys():
+            del own[name]
+        for name, value in self.values.items():
+            own[name] = value
+            if _holds(name, value) and not isinstance(value, tuple):
+                known = self.contents.get(name, [])
+                if not _are_same(_content(value), known):
+                    _refill(value, known)
+
+
+def _holds(name: str, value: object) -> bool:
+    return isinstance(value, (dict, list, set, tuple)) and name not in _NOT_KEPT
 
 
 def _content(container: Any) -> list[Any]:
@@ -124,13 +154,6 @@ def _content(container: Any) -> list[Any]:
 
 def _is_plain(item: object) -> bool:
     return isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter) and not item.is_inference()
-
-
-def _is_same(now: dict[str, tuple[Any, list[Any]]], before: dict[str, tuple[Any, list[Any]]]) -> bool:
-    if now.keys() != before.keys():
-        return False
-    pairs = ((now[name], known) for name, known in before.items())
-    return all(one is other and _are_same(content, old) for (one, content), (other, old) in pairs)
 
 
 def _are_same(now: list[Any], before: list[Any]) -> bool:

@@ -88,6 +88,7 @@ class Engine:
         if self._executor is not None:
             self._executor.close()
             self._executor = None
+        self._worker = None  # which holds the slabs
         self.store.close()
 
     def start(self, ops: tuple[Op, ...], step: StepState) -> None:

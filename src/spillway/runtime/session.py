@@ -379,6 +379,25 @@ class Session:
         engine.forget_gradients()
         return self.result
 
+    def drop_gradients(self) -> None:
+        """Begin the step under way anew. Raises UsageError where a part of it cannot be dropped any more."""
+        rounds = self.rounds
+        if rounds.is_complete:
+            raise UsageError(
+                "optimizer.zero_grad() came between the backward that completes a step, which has begun its updates, "
+                "and optimizer.step(): call it after the step, or leave it out"
+            )
+        if rounds.is_first:
+            return
+        if self._in_step and not self.engine.executor.has_failed:
+            raise UsageError(
+                "optimizer.zero_grad() came between a forward and its backward, after other backwards of the step: "
+                "call it before the forward"
+            )
+        self.settle()
+        rounds.start_anew()
+        self.engine.forget_gradients()
+
     def _end_backward(self) -> None:
         executor = self.engine.executor
         try:
