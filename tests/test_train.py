@@ -21,7 +21,10 @@ import directories
 from spillway.cli.main import run
 from spillway.data import Batches, DataPosition, encode_files
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
+from spillway.report.progress import Reporter
 from spillway.runtime import lanes
+from spillway.training import run as training_run
+from spillway.training.signals import stop_on_signals
 
 
 @pytest.fixture(scope="module")
@@ -358,3 +361,51 @@ def test_a_run_without_room_for_two_copies_is_made_in_place_and_says_so(
     ours, theirs = load_file(out / "model" / "model.safetensors"), load_file(plain / "model" / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert not list((out / "store").glob("step-*.json"))
+
+
+def test_a_run_that_is_killed_while_it_writes_its_model_writes_it_the_next_time(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert run(arguments(model, data, out, "--max-steps", "2")) == 0
+    first = load_file(out / "model" / "model.safetensors")
+    longer = arguments(model, data, out, "--max-steps", "4")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training_run, "save_pretrained", killed)
+    assert run(longer) == 130
+    monkeypatch.undo()
+    assert run(longer) == 0
+    second = load_file(out / "model" / "model.safetensors")
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_that_was_renamed_finds_its_store(model: Path, data: Path, tmp_path: Path) -> None:
+    out, store = tmp_path / "run", ("--store", str(tmp_path / "fast"))
+    assert run(arguments(model, data, out, "--max-steps", "2", *store)) == 0
+    out.rename(tmp_path / "other")
+    assert run(["verify", str(tmp_path / "other")]) == 0
+    assert run(arguments(model, data, tmp_path / "other", "--max-steps", "4", *store)) == 0
+    assert [row["step"] for row in metrics(tmp_path / "other")] == [1, 2, 3, 4]
+    assert len(list((tmp_path / "fast").iterdir())) == 1
+
+
+def test_what_is_written_is_counted_also_where_the_run_directory_is_relative(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    limits = ["--max-steps", "30", "--states", "disk", "--max-writes", "4MB"]
+    assert run(arguments(model, data, Path("run"), *limits)) == 5
+    assert "all that --max-writes allows" in capsys.readouterr().err
+
+
+def test_an_ignored_hang_up_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals(Reporter()):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -86,8 +86,7 @@ class ThreadEngine final : public Engine {
 
  private:
   int threads_;
-  // Never destroyed, like the shared pool: its threads outlive the engine asleep.
-  ThreadPool& pool_ = *new ThreadPool;
+  ThreadPool pool_;  // its own: the shared one serves the optimizer
 };
 
 class RingEngine final : public Engine {
@@ -128,6 +127,7 @@ class RingEngine final : public Engine {
   }
 
   int run(std::vector<Block>& blocks, uint64_t* failed) override {
+    if (is_broken_) return -EIO;
     int error = 0;
     uint64_t next = 0, in_flight = 0;
     std::vector<uint64_t> again;
@@ -146,7 +146,9 @@ class RingEngine final : public Engine {
       }
       in_flight += queued;
       if (!enter(queued)) {
-        // The ring itself failed: buffers may still be in use by the kernel, so no return is safe but a loud one.
+        // The ring itself failed: buffers may still be in use by the kernel, and what completes later would be taken
+        // for blocks of another run. So there is none.
+        is_broken_ = true;
         *failed = 0;
         return -errno;
       }
@@ -253,6 +255,7 @@ class RingEngine final : public Engine {
   static constexpr uint16_t kHighPriority = 2 << 13 | 0, kLowPriority = 2 << 13 | 7;
 
   int fd_ = -1;
+  bool is_broken_ = false;
   std::vector<int32_t> files_;
   char* memory_ = nullptr;
   uint64_t memory_bytes_ = 0;

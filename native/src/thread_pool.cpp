@@ -1,20 +1,36 @@
 #include "thread_pool.h"
 
+#include <system_error>
+
 // Never destroyed: its threads sleep until the process ends, whatever order the libraries are unloaded in.
 ThreadPool& ThreadPool::shared() {
   static ThreadPool* pool = new ThreadPool;
   return *pool;
 }
 
+ThreadPool::~ThreadPool() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ending_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+// As many as there may be: where the system refuses more threads, those there are do the work.
 void ThreadPool::grow(int workers) {
-  while (int(workers_.size()) < workers) workers_.emplace_back([this] { work(); });
+  try {
+    while (int(workers_.size()) < workers) workers_.emplace_back([this] { work(); });
+  } catch (const std::system_error&) {
+  }
 }
 
 void ThreadPool::work() {
   uint64_t seen = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    wake_.wait(lock, [&] { return loop_ != seen && wanted_ > 0; });
+    wake_.wait(lock, [&] { return ending_ || (loop_ != seen && wanted_ > 0); });
+    if (ending_) return;
     seen = loop_;
     --wanted_;
     ++busy_;

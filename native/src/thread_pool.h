@@ -11,6 +11,7 @@
 class ThreadPool {
  public:
   static ThreadPool& shared();
+  ~ThreadPool();
 
   // Calls body(i) for every i in [0, count) on at most `threads` threads; returns when all are done. Loops started from
   // several threads run one after another.
@@ -29,4 +30,5 @@ class ThreadPool {
   uint64_t count_ = 0;
   uint64_t loop_ = 0;
   int wanted_ = 0, busy_ = 0;
+  bool ending_ = false;
 };

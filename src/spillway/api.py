@@ -309,6 +309,7 @@ def close(model: nn.Module) -> None:
                 parts.session.come_to_rest()
             parts.points.settle(parts.session.store)
     finally:
+        parts.points.stop()
         parts.session.engine.close()
         forget(model)
 

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from spillway.api import as_dtype
 from spillway.checkpoint.points import from_text
 from spillway.checkpoint.save import save_weights, weights_bytes
@@ -52,7 +50,8 @@ def export(
             buffer.copy_(from_text(manifest.buffers[name], buffer.dtype, buffer.shape))
     source = open_directory(saved.model, loaded_in(saved.model)[saved.model])
     source.close()
-    arrays = ("weight", "low", "master") if wanted in (torch.float32, torch.float16) else ("weight",)
+    is_as_trained = wanted in (None, as_dtype(saved.options.dtype))  # otherwise it is made from the masters
+    arrays = ("weight",) if is_as_trained else ("weight", "low", "master")
     read = sum(part.num_bytes for unit in saved.units for part in unit.layout.components if part.name in arrays)
     with SavedPoint(manifest, saved.units) as point:
         with reporter.counting(f"checking step {manifest.step}", read) as counter:

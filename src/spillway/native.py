@@ -10,7 +10,7 @@ import functools
 import os
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -253,6 +253,7 @@ class DiskEngine:
             for index, whole in enumerate(transfers)
             for part in _cut(whole, 8 * self._block_bytes)
         ]
+        wait(moves)  # nothing is in flight when an error is told
         for move in moves:
             move.result()
 

@@ -15,6 +15,8 @@ from spillway.store.manifest import manifest_files
 
 METRICS = "metrics.jsonl"
 SAVED_STEP = "saved-step"
+_STORES = "stores.json"
+_WRITTEN_STEP = "model-step"
 
 
 def read_options(run: Path) -> TrainOptions:
@@ -92,8 +94,22 @@ def note_saved(run: Path, step: int) -> None:
 
 def saved_step(run: Path) -> int:
     """The last step that was saved; 0 for none."""
+    return _step_in(run / SAVED_STEP)
+
+
+def note_written(run: Path, step: int) -> None:
+    """Remember that the trained model is whole, and of which step."""
+    write_whole(run / _WRITTEN_STEP, f"{step}\n")
+
+
+def written_step(run: Path) -> int:
+    """The step of the trained model that was written last; 0 for none."""
+    return _step_in(run / _WRITTEN_STEP)
+
+
+def _step_in(file: Path) -> int:
     try:
-        return int((run / SAVED_STEP).read_text())
+        return int(file.read_text())
     except (OSError, ValueError):
         return 0
 
@@ -108,9 +124,28 @@ def store_directories(options: TrainOptions, run: Path) -> tuple[Path, ...]:
     if not options.store and (run / "config.json").exists():
         options = replace(options, store=read_options(run).store)
     if not options.store:
-        return (run / "store",)
+        return (run.resolve() / "store",)
+    roots = [Path(path).resolve() for path in with_whole_paths(options).store]
+    known = _remembered(run)
+    if known and [path.parent for path in known] == roots:
+        return known
     digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]
-    return tuple(Path(path) / f"spillway-{run.name}-{digest}" for path in with_whole_paths(options).store)
+    return tuple(path / f"spillway-{run.name}-{digest}" for path in roots)
+
+
+def remember_stores(run: Path, stores: tuple[Path, ...]) -> None:
+    """Where the store of a run is: its name comes from the run's, which may change."""
+    write_whole(run / _STORES, json.dumps({"run": str(run.resolve()), "stores": list(map(str, stores))}))
+
+
+def _remembered(run: Path) -> tuple[Path, ...]:
+    """Of a run that was moved; nothing for a copy of one that is still there."""
+    try:
+        found = json.loads((run / _STORES).read_text())
+        was, stores = Path(found["run"]), tuple(map(Path, found["stores"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+    return stores if was == run.resolve() or not was.exists() else ()
 
 
 def where_saved(options: TrainOptions, run: Path) -> Path:
@@ -118,5 +153,5 @@ def where_saved(options: TrainOptions, run: Path) -> Path:
     candidates = [*store_directories(options, run)]
     if (run / "config.json").exists():
         candidates += store_directories(read_options(run), run)
-    candidates.append(run / "store")
+    candidates += [*_remembered(run), run.resolve() / "store"]
     return next((path for path in candidates if manifest_files(path)), candidates[0])

@@ -30,7 +30,7 @@ from spillway.store.manifest import manifest_files
 # Relative difference of losses that order of summation alone can make: other loss chunks, other micro-batches.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 # Weights, gradients, masters and both moments of plain PyTorch, and as much again to compute in.
-_RESIDENT_BYTES = {torch.float32: 24, torch.bfloat16: 24, torch.float16: 24}
+_RESIDENT_BYTES = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _fitting_layers(options: TrainOptions, layers: int | None, reporter: Reporte
         if not 0 < layers <= max(total, 1):
             raise UsageError(f"--layers must be between 1 and {total}, not {layers}")
         return layers if layers < total else None
-    per_param = _RESIDENT_BYTES[as_dtype(options.dtype)]
+    per_param = _RESIDENT_BYTES
     have, need = 0.6 * free_host_bytes(), per_param * sum(param.numel() for param in model.parameters())
     if need <= have:
         return None
@@ -208,8 +208,9 @@ def _drop_nothing(model: nn.Module) -> nn.Module:
 
 
 def _exact(options: TrainOptions) -> AdamW:
-    """The run's AdamW; narrow states have no counterpart in plain PyTorch, so they are compared in their exact form."""
-    settings = settings_of(replace(options, optim="adamw", master_bits=32))
+    """The run's AdamW. Narrow states have no counterpart in plain PyTorch, so they are compared in their exact form;
+    gradients are clipped by their global norm and the loss is not scaled, in both."""
+    settings = settings_of(replace(options, optim="adamw", master_bits=32, clip_by="norm", loss_scale="1.0"))
     if not isinstance(settings, AdamW):
         raise AssertionError("--optim adamw is AdamW")
     return settings

@@ -1,6 +1,7 @@
 """Going on from saved points: damage, other placements, other drives, frozen parameters."""
 
 import contextlib
+import os
 import shutil
 import threading
 import time
@@ -16,9 +17,10 @@ import models
 import spillway
 from spillway.api import read_parameters
 from spillway.assembly import prepared
+from spillway.checkpoint import points as points_module
 from spillway.spec.errors import DamageError, DiskError, SpillwayError, UsageError
 from spillway.spec.plan import NO_POINTS, KeepPoints
-from spillway.store.disk import StripedDisk
+from spillway.store.disk import StripedDisk, even_geometry
 from spillway.store.manifest import Manifest, load_manifest, load_manifests, manifest_files
 
 TWO = KeepPoints(2, True)
@@ -247,6 +249,13 @@ def test_a_run_moves_to_other_drives(tmp_path: Path, expected: dict[str, torch.T
     assert not any(list(path.glob("spillway.data*")) for path in more)
 
 
+def test_what_a_move_that_was_killed_has_left_is_removed(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    Run(tmp_path).train(4).end()
+    (tmp_path / "spillway.data.1").write_bytes(bytes(1 << 20))
+    assert same(Run(tmp_path, resume=True).train(6).end(), expected)
+    assert [file.name for file in tmp_path.glob("spillway.data*")] == ["spillway.data"]
+
+
 def test_a_run_whose_drives_are_mounted_elsewhere_goes_on(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
     Run([tmp_path / "a", tmp_path / "b"]).train(3).end()
     shutil.move(tmp_path / "a", tmp_path / "mounted-a")
@@ -419,3 +428,69 @@ def test_a_store_may_be_named_in_another_way(
     monkeypatch.chdir("/")
     run = Run([tmp_path / "a", tmp_path / "b"], resume=tmp_path / "x" / ".." / "a")
     assert same(run.train(6).end(), expected)
+
+
+def test_a_store_that_another_run_has_saved_to_meanwhile_is_not_emptied(tmp_path: Path) -> None:
+    def prepare(resume: bool = False) -> tuple[nn.Module, spillway.optim.optimizer.StreamingOptimizer]:
+        return spillway.prepare(
+            models.two_lists().bfloat16(), spillway.AdamW(), store=tmp_path, device="cpu", states="disk", resume=resume
+        )
+
+    early, _ = prepare()
+    first = Run(tmp_path, keep=KeepPoints(1, True))
+    first.train(3).end()
+    with pytest.raises(UsageError, match="another run has saved"):
+        early(**first.batch(0))
+    late, _ = prepare(resume=True)
+    Run(tmp_path, resume=True, settings=spillway.AdamW(), keep=KeepPoints(1, True)).train(5).end()
+    with pytest.raises(UsageError, match="another run has saved"):
+        late(**first.batch(0))
+    assert [step for step, _ in manifest_files(tmp_path)] == [5]
+    spillway.close(early)
+    spillway.close(late)
+
+
+def test_a_first_drive_that_is_not_mounted_costs_the_others_nothing(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    Run((first, second)).train(4).end()
+    first.rename(tmp_path / "away")
+    for resume in (True, False):
+        with pytest.raises(UsageError, match="begins in .*first, where there is nothing"):
+            Run((first, second), resume=resume)
+    shutil.rmtree(first, ignore_errors=True)
+    (tmp_path / "away").rename(first)
+    assert same(Run((first, second), resume=True).train(6).end(), expected)
+
+
+def test_saving_goes_on_after_a_manifest_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, weights="host", states="host", keep=KeepPoints(1, True)).train(2)
+    run.save()
+    monkeypatch.setattr(points_module, "save_manifest", fails)
+    for _ in range(2):
+        run.train(run.optimizer.num_steps + 1)
+        with pytest.raises(DiskError, match="no room"):
+            run.save()
+    monkeypatch.undo()
+    weights = run.train(5).end()
+    assert same(Run(tmp_path, resume=True, keep=KeepPoints(1, True)).end(), weights)
+
+
+def fails(*_: Any) -> None:
+    raise DiskError("no room")
+
+
+def test_a_sync_that_failed_once_never_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = StripedDisk(even_geometry((tmp_path,)), keep=False)
+
+    def lost(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", lost)
+    with pytest.raises(DiskError, match="could not be made durable"):
+        disk.sync()
+    monkeypatch.undo()
+    with pytest.raises(DiskError, match="could not be made durable"):
+        disk.sync()
+    disk.close()

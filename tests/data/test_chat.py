@@ -18,6 +18,17 @@ MARKED = (
     "\n{% endfor %}"
 )
 MARKED_WITHOUT_END = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+TOOLS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m.get('reasoning_content') %}<think>{{ m['reasoning_content'] }}</think>{% endif %}{{ m['content'] or '' }}"
+    "{% for c in m.get('tool_calls') or [] %}<tool_call>{{ c['function']['name'] }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# What was reasoned before the user's last words is dropped, so the first messages alone are rendered otherwise.
+TOOLS_LATE = TOOLS.replace(
+    "m.get('reasoning_content')",
+    "m.get('reasoning_content') and not messages[loop.index:] | selectattr('role', 'equalto', 'user') | list",
+)
 NO_END = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
@@ -71,3 +82,31 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
 def test_a_template_that_raises_is_reported_with_its_reason() -> None:
     with pytest.raises(DataError, match="refuses this conversation: no such role"):
         trained_text(conversation("a", "b"), "{{ raise_exception('no such role') }}")
+
+
+def with_tools() -> Record:
+    """Turns that call a tool, with words and without, and an answer."""
+    call = {"type": "function", "function": {"name": "level", "arguments": {}}}
+    turns = [
+        {"role": "user", "content": "How high is it?"},
+        {"role": "assistant", "content": "Looking.", "reasoning_content": "Who knows.", "tool_calls": [call]},
+        {"role": "tool", "content": "three metres"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "four metres"},
+        {"role": "user", "content": "So?"},
+        {"role": "assistant", "content": "Four.", "reasoning_content": "It rose."},
+    ]
+    return as_record({"messages": turns}, "x:1")
+
+
+@pytest.mark.parametrize(("template", "reasoned"), ((TOOLS, "<think>Who knows.</think>"), (TOOLS_LATE, "")))
+def test_calls_of_tools_are_trained_and_what_is_reasoned(template: str, reasoned: str) -> None:
+    words, bare, answer = trained_text(with_tools(), template)
+    assert words == f"{reasoned}Looking.<tool_call>level</tool_call><|im_end|>"
+    assert bare == "<tool_call>level</tool_call><|im_end|>"
+    assert answer == "<think>It rose.</think>Four.<|im_end|>"
+
+
+def test_a_template_that_leaves_tools_out_is_refused() -> None:
+    with pytest.raises(DataError, match="leaves out the tool calls of message 2"):
+        trained_text(with_tools(), directories.CHATML)

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pyarrow
@@ -82,3 +83,12 @@ def test_missing_unknown_and_binary_files_are_named(tmp_path: Path) -> None:
     for name, message in (("none.txt", "does not exist"), ("a.csv", "unknown type"), ("b.txt", "not UTF-8")):
         with pytest.raises(DataError, match=f"{name}.*{message}"):
             list(read_records([tmp_path / name]))
+
+
+def test_a_file_of_one_conversation_is_a_record(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file = tmp_path / "one.json"
+    for content in ({"messages": turns}, {"rows": [{"messages": turns}]}, [{"messages": turns}]):
+        file.write_text(json.dumps(content))
+        (record,) = read_records([file])
+        assert record.kind == "messages" and len(record.messages) == 2

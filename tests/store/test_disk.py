@@ -1,6 +1,7 @@
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -143,3 +144,16 @@ def test_registered_files_and_memory_move_the_same_bytes(tmp_path: Path) -> None
     assert torch.equal(inside, outside)
     engine.close()
     disk.close()
+
+
+def test_engines_that_are_closed_leave_no_threads_behind(tmp_path: Path) -> None:
+    file, content = tmp_path / "file", torch.zeros(8 << 20, dtype=torch.uint8)
+    file.write_bytes(bytes(content.numel()))
+    fd, counts = os.open(file, os.O_RDWR), []
+    for _ in range(4):
+        engine = DiskEngine(use_uring=False)
+        engine.run([Transfer(fd, content.data_ptr(), 0, content.numel())], is_write=False)
+        engine.close()
+        counts.append(psutil.Process().num_threads())
+    os.close(fd)
+    assert counts[-1] == counts[0]

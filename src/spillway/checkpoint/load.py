@@ -83,8 +83,8 @@ def _fill(
         master.copy_(elements)
         target.copy_(master)
         return True
-    if place.trainable and place.dtype is torch.bfloat16 and elements.dtype is torch.float32:
-        upper, lower = split_master(elements)
+    if place.trainable and place.dtype is torch.bfloat16 and elements.dtype in (torch.float32, torch.float16):
+        upper, lower = split_master(elements.float())
         target.copy_(upper)
         below[window].view(torch.int16).copy_(lower)
         return True

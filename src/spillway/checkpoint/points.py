@@ -167,12 +167,20 @@ class SavedPoints:
             return
         try:
             pending.snapshot.wait()
+            self._commit(store, pending.point, pending.extents)
         except BaseException:
-            store.homes.drop_snapshot(pending.places)
+            pending.snapshot.stop()
+            if self.saved_step != pending.point.step:
+                store.homes.drop_snapshot(pending.places)
             raise
         finally:
             store.homes.before_change = lambda unit: None
-        self._commit(store, pending.point, pending.extents)
+
+    def stop(self) -> None:
+        """Give up a saved point that is being written in the background; afterwards nothing is."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.snapshot.stop()
 
     def every_step(self, store: PlacedStore) -> bool:
         """Whether nothing that training changes rests in memory only."""

@@ -9,7 +9,7 @@ import click
 @click.command("data")
 @click.argument("data", nargs=-1, required=True)
 @click.option("--model", required=True, help="Model whose tokenizer and chat template are used.")
-@click.option("--max-length", default=2048, show_default=True, help="Tokens per row.")
+@click.option("--max-length", type=click.IntRange(2), default=2048, show_default=True, help="Tokens per row.")
 @click.option("--samples", type=click.IntRange(0), default=3, show_default=True, help="How many samples to show.")
 @click.option("--json", "as_json", is_flag=True, help="Print the counts as JSON on standard output.")
 def data_command(data: tuple[str, ...], model: str, max_length: int, samples: int, as_json: bool) -> None:

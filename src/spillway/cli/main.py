@@ -58,6 +58,9 @@ def run(arguments: list[str]) -> int:
         return _fail(
             "stopped; what was saved before is intact, and the same command goes on from there", 130, arguments
         )
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}: free some space or choose another place", 5, arguments)
     except MemoryError:
         return _fail("there is not enough host memory: give a smaller --host-memory", 4, arguments)
 

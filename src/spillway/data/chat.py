@@ -1,4 +1,5 @@
-"""Conversations to tokens, with the mask of what is trained: the assistant's words and the token that ends its turn.
+"""Conversations to tokens, with the mask of what is trained: what the assistant says, thinks and calls, and the token
+that ends its turn.
 
 Where a template marks generations ({% generation %}) its own mask is used. Otherwise the words of each assistant turn
 are found by rendering the conversation once more with a sentinel in their place: what comes before and after the
@@ -12,6 +13,7 @@ from spillway.data.records import Record
 from spillway.spec.errors import DataError
 
 _SENTINEL = "SPILLWAY7f3a9c"
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def encode_chat(record: Record, tokenizer: Any) -> tuple[list[int], list[bool]]:
@@ -36,8 +38,8 @@ def encode_chat(record: Record, tokenizer: Any) -> tuple[list[int], list[bool]]:
     return ids, trained
 
 
-def _render(record: Record, tokenizer: Any, messages: list[dict[str, Any]]) -> str:
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, tools=list(record.tools) or None))
+def _render(record: Record, tokenizer: Any, messages: list[dict[str, Any]], **more: bool) -> str:
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, tools=list(record.tools) or None, **more))
 
 
 def _by_markers(record: Record, tokenizer: Any) -> tuple[list[int], list[bool]]:
@@ -89,6 +91,8 @@ def _first_from(offsets: list[tuple[int, int]], position: int) -> int:
 
 
 def _span_of_turn(record: Record, tokenizer: Any, whole: str, index: int) -> tuple[int, int]:
+    if any(record.messages[index].get(name) for name in ("tool_calls", *_REASONING)):
+        return _span_of_more(record, tokenizer, whole, index)
     messages = [dict(message) for message in record.messages]
     messages[index]["content"] = _SENTINEL
     marked = _render(record, tokenizer, messages)
@@ -98,6 +102,33 @@ def _span_of_turn(record: Record, tokenizer: Any, whole: str, index: int) -> tup
         raise DataError(
             f"{record.where}: the chat template renders message {index + 1} so that its words cannot be found; use a "
             f"template with {{% generation %}} markers"
+        )
+    return len(before), end
+
+
+def _span_of_more(record: Record, tokenizer: Any, whole: str, index: int) -> tuple[int, int]:
+    """Of a turn that also calls tools or reasons: from what asks the model to speak to what a turn of words alone is
+    followed by."""
+    messages = [dict(message) for message in record.messages]
+    turn = messages[index]
+    words = {name: value for name, value in turn.items() if name not in ("tool_calls", *_REASONING)}
+    messages[index] = {**words, "content": turn.get("content") or ""}
+    if turn.get("tool_calls") and _render(record, tokenizer, messages) == whole:
+        raise DataError(
+            f"{record.where}: the chat template leaves out the tool calls of message {index + 1}: use one that knows "
+            f"tools"
+        )
+    messages[index] = {**words, "content": _SENTINEL}
+    _, is_found, after = _render(record, tokenizer, messages).partition(_SENTINEL)
+    before = _render(record, tokenizer, messages[:index], add_generation_prompt=True)
+    if not whole.startswith(before):  # earlier turns are rendered otherwise once later ones follow
+        messages[index] = {**turn, **{name: _SENTINEL for name in _REASONING if name in turn}, "content": _SENTINEL}
+        before = _render(record, tokenizer, messages).partition(_SENTINEL)[0]
+    end = len(whole) - len(after)
+    if not is_found or not whole.startswith(before) or not whole.endswith(after) or end < len(before):
+        raise DataError(
+            f"{record.where}: the chat template renders message {index + 1} so that its tool calls or its reasoning "
+            f"cannot be found; use a template with {{% generation %}} markers"
         )
     return len(before), end
 

@@ -13,6 +13,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _KINDS = (
     "'messages', 'conversations' (ShareGPT), 'instruction' and 'output' (Alpaca), 'prompt' and 'completion', or 'text'"
 )
+# Of an object with one of these a file holds the record itself, and not a list of them under a name.
+_FIELDS = {"messages", "conversations"}
 # Who speaks in ShareGPT's records.
 _SPEAKERS = {
     "human": "user",
@@ -102,8 +104,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
             rows = json.loads(_decode(path))
         except ValueError:
             rows = None  # many .json files hold a record per line
-        if isinstance(rows, dict) and len(rows) == 1 and isinstance(next(iter(rows.values())), list):
-            rows = next(iter(rows.values()))
+        if isinstance(rows, dict) and len(rows) == 1 and not _FIELDS.intersection(rows):
+            (inner,) = rows.values()
+            rows = inner if isinstance(inner, list) else rows
         if rows is not None:
             yield from enumerate(rows if isinstance(rows, list) else [rows], 1)
             return

@@ -12,7 +12,7 @@ from spillway.spec.state import CLIP_BY
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "clip_by": CLIP_BY,
-    "dtype": ("bfloat16", "float16", "float32", "bf16", "fp16", "fp32"),
+    "dtype": ("bfloat16", "float16", "float32", "bf16", "fp16", "fp32"),  # the short ones are made long
     "update": ("auto", *UPDATE_MODES),
     "non_finite": ("stop", "skip"),
     "activations": ACTIVATIONS,
@@ -30,6 +30,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "master_bits": (32, 24),
 }
 _SMALLEST_BUDGET = 10**6
+_LONG = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,9 @@ class TrainOptions:
     max_writes: str | None = None
     allow_pickle: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _LONG.get(self.dtype, self.dtype))
+
     @property
     def fixed_loss_scale(self) -> float | str | None:
         """A number, "dynamic", or None for what the dtype needs. Raises UsageError."""
@@ -93,7 +97,7 @@ class TrainOptions:
     @property
     def waits_for_norm(self) -> bool:
         """Whether no update is final before all gradients are known: to clip by their norm, or to skip the step."""
-        scales = self.dtype in ("float16", "fp16") if self.loss_scale == "auto" else self.loss_scale == "dynamic"
+        scales = self.dtype == "float16" if self.loss_scale == "auto" else self.loss_scale == "dynamic"
         return (self.max_grad_norm > 0 and self.clip_by == "norm") or scales or self.non_finite == "skip"
 
     def placement(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,10 +55,16 @@ def even_geometry(paths: tuple[Path, ...]) -> Geometry:
 class StripedDisk:
     """One address space over several files, opened with O_DIRECT where the file system allows it."""
 
-    def __init__(self, geometry: Geometry, keep: bool, locked: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        keep: bool,
+        locked: Collection[str] = (),
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Open or create the files; what they held stays only if `keep`, otherwise they read as zeros once reserved.
-        Paths in `locked` are held by the caller already. Raises DiskError for a path that is read-only or in use, or,
-        with `keep`, has lost its file."""
+        Paths in `locked` are held by the caller already. `check` is called when all are, before anything is changed.
+        Raises DiskError for a path that is read-only or in use, or, with `keep`, has lost its file."""
         self.geometry = geometry
         self._paths = tuple(map(Path, geometry.paths))
         self._row = sum(geometry.shares)
@@ -72,10 +78,12 @@ class StripedDisk:
         self.num_bytes = 0
         self._written: dict[int, int] = {}
         self._counting = threading.Lock()
+        self._lost: DiskError | None = None  # a `sync` that failed: the kernel tells of it only once
         try:
             for path in self._paths:
                 if path.resolve() not in {Path(held).resolve() for held in locked}:
                     self._locks.append(_lock(path))
+            check()
             for file in geometry.files():
                 fd, direct = _open(file)
                 self._files.append(fd)
@@ -89,6 +97,13 @@ class StripedDisk:
         except BaseException:
             self.close()
             raise
+
+    def drop_others(self) -> None:
+        """Remove the data of stores that lay under these paths before: a move that was killed leaves one."""
+        for path in self._paths:
+            for file in path.glob("spillway.data*"):
+                if file.name != self.geometry.file_name:
+                    file.unlink(missing_ok=True)
 
     def reserve(self, num_bytes: int) -> None:
         """Make sure the whole address space has room on the drives now, so that no write can fail for want of it.
@@ -113,7 +128,17 @@ class StripedDisk:
 
     def sync(self) -> None:
         """Return when everything written has reached the drives. Raises DiskError where it has not, also where a file
-        was removed or its drive taken away: what is written then would be found by nobody."""
+        was removed or its drive taken away: what is written then would be found by nobody. Once it has not, it never
+        has: nobody knows what was lost."""
+        if self._lost is not None:
+            raise self._lost
+        try:
+            self._sync()
+        except DiskError as error:
+            self._lost = error
+            raise
+
+    def _sync(self) -> None:
         for path, fd in zip(self._paths, self._files, strict=True):
             file = path / self.geometry.file_name
             try:
@@ -240,8 +265,15 @@ def refuse_foreign(paths: tuple[Path, ...]) -> None:
             owner = Path((path / _OWNER).read_text())
         except OSError:
             continue
-        if any(owner.glob("step-*.json")) and any(path.glob("spillway.data*")):
+        if not any(path.glob("spillway.data*")):
+            continue
+        if any(owner.glob("step-*.json")):
             raise UsageError(f"{path} holds a part of the run that is saved in {owner}: choose another store path")
+        if not any(owner.glob("spillway.data*")):
+            raise UsageError(
+                f"{path} holds a part of a store that begins in {owner}, where there is nothing: bring its drive back, "
+                f"or, if that run is given up, remove {path / 'spillway.data'}"
+            )
 
 
 def free_on(geometry: Geometry) -> int:

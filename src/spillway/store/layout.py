@@ -103,7 +103,7 @@ def lay_out(
 ) -> UnitLayout:
     """The layout of a unit's (name, shape, dtype, trainable) parameters.
 
-    Raises ValueError where trainable parameters have other dtypes than float32 and bfloat16, or mixed ones.
+    Raises ValueError where trainable parameters have other dtypes than float32, bfloat16 and float16, or mixed ones.
     """
     dtypes = {dtype for _, _, dtype, trainable in params if trainable}
     if len(dtypes) > 1:

@@ -1,6 +1,5 @@
 """Moves a store to other drives: the saved point is copied, committed there, and only then removed here."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,13 +32,7 @@ def find_geometry(directory: Path, manifest: Manifest, paths: tuple[Path, ...]) 
     return None
 
 
-def move(
-    directory: Path,
-    manifest: Manifest,
-    paths: tuple[Path, ...],
-    shares: tuple[int, ...],
-    progress: Callable[[int], None] | None = None,
-) -> Manifest:
+def move(directory: Path, manifest: Manifest, paths: tuple[Path, ...], shares: tuple[int, ...]) -> Manifest:
     """Copy the saved point in `directory` to other paths. Raises DiskError for want of room; nothing is lost then."""
     was = manifest.geometry
     there = Geometry(tuple(map(str, paths)), shares, was.generation + 1)
@@ -54,7 +47,7 @@ def move(
         places = [space.allocate(unit.num_bytes) for unit in manifest.units]
         new.reserve(space.end)
         for unit, place in zip(manifest.units, places, strict=True):
-            _copy(old, Extent(unit.offset, unit.num_bytes), new, place, progress)
+            _copy(old, Extent(unit.offset, unit.num_bytes), new, place)
         new.sync()
     finally:
         old.close()
@@ -70,16 +63,12 @@ def move(
     return moved
 
 
-def _copy(
-    old: StripedDisk, source: Extent, new: StripedDisk, target: Extent, progress: Callable[[int], None] | None
-) -> None:
+def _copy(old: StripedDisk, source: Extent, new: StripedDisk, target: Extent) -> None:
     engine, window = DiskEngine(), Arena(_WINDOW_BYTES).buffer
     try:
         for at in range(0, source.num_bytes, _WINDOW_BYTES):
             piece = window[: min(_WINDOW_BYTES, source.num_bytes - at)]
             old.read(engine, Extent(source.offset + at, piece.numel()), piece)
             new.write_all(engine, [(Extent(target.offset + at, piece.numel()), piece)])
-            if progress is not None:
-                progress(piece.numel())
     finally:
         engine.close()

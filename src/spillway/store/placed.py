@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
 from spillway import native
 from spillway.plan.memory import extents_of_units, grads_at_home
 from spillway.plan.pools import SlabNames
-from spillway.spec.errors import DiskError, invariant
+from spillway.spec.errors import DiskError, UsageError, invariant
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan, Pool
@@ -18,7 +19,7 @@ from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Extent, Geometry, StripedDisk
 from spillway.store.homes import Homes, UnitHome
 from spillway.store.layout import UnitLayout
-from spillway.store.manifest import Manifest
+from spillway.store.manifest import Manifest, manifest_files
 from spillway.store.space import Space
 
 Allocate = Callable[[int], torch.Tensor]
@@ -48,6 +49,7 @@ class PlacedStore:
         self._unpin_slabs: Callable[[], None] = _nothing
         self._unpin_residents: Callable[[], None] = _nothing
         self._saved = saved
+        self._points = [] if geometry is None else _points(geometry)
         self._arena: Arena | None = None
         self._homes: Homes | None = None
         self._resident_end = 0
@@ -218,13 +220,24 @@ class PlacedStore:
         self._arena = None
 
     def _make_homes(self, plan: Plan, profile: ModelProfile) -> Homes:
-        disk = StripedDisk(self._geometry, keep=bool(self._saved)) if self._geometry else None
+        disk = None
+        if self._geometry is not None:
+            disk = StripedDisk(self._geometry, keep=bool(self._saved), check=self._refuse_changed)
+            disk.drop_others()
         try:
             return self._lay_homes(plan, profile, disk)
         except BaseException:
             if disk is not None:
                 disk.close()
             raise
+
+    def _refuse_changed(self) -> None:
+        """Raise UsageError where another run has saved to this store since it was looked at."""
+        if self._geometry is not None and _points(self._geometry) != self._points:
+            raise UsageError(
+                f"another run has saved to {self._geometry.paths[0]} since this model was prepared: prepare it again, "
+                f"or choose another store"
+            )
 
     def _lay_homes(self, plan: Plan, profile: ModelProfile, disk: StripedDisk | None) -> Homes:
         kept = [[manifest.units[index] for manifest in self._saved] for index in range(len(self._layouts))]
@@ -279,3 +292,8 @@ class PlacedStore:
 
 def _nothing() -> None:
     """Nothing is pinned."""
+
+
+def _points(geometry: Geometry) -> list[Path]:
+    """The files of saved points under the paths of a store."""
+    return [file for path in geometry.paths for _, file in manifest_files(Path(path))]

@@ -1,6 +1,7 @@
 """Writes what rests in memory to a saved point while training goes on."""
 
 import threading
+from contextlib import suppress
 
 import torch
 
@@ -28,6 +29,7 @@ class Snapshot:
         self._lock = threading.Lock()
         self._left = dict.fromkeys(places)
         self._error: BaseException | None = None
+        self._stopped = False
         try:
             for index in places:
                 self._write(index, staging)
@@ -48,6 +50,13 @@ class Snapshot:
         if self._error is not None:
             raise self._error
 
+    def stop(self) -> None:
+        """Give it up: return when nothing is being written any more, also where the user does not want to wait."""
+        self._stopped = True
+        while self._thread.is_alive():
+            with suppress(KeyboardInterrupt):
+                self._thread.join()
+
     def _run(self) -> None:
         for index in list(self._left):
             with self._lock:
@@ -59,7 +68,7 @@ class Snapshot:
         self._engine.close()
 
     def _write_left(self, index: int) -> None:
-        if index not in self._left or self._error is not None:
+        if index not in self._left or self._error is not None or self._stopped:
             return
         del self._left[index]
         try:

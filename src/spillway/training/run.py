@@ -10,13 +10,14 @@ import torch
 
 from spillway.api import save_pretrained
 from spillway.data import DataPosition
+from spillway.data.batches import IGNORED
 from spillway.hardware.watch import MemoryWatch
 from spillway.integrations.schedules import make_schedule
 from spillway.plan.policies import find_policy
 from spillway.report.metrics import MetricsFile
 from spillway.report.progress import Reporter, StepLine
 from spillway.report.tables import RunSummary
-from spillway.rundir import METRICS
+from spillway.rundir import METRICS, note_written, written_step
 from spillway.spec.errors import DiskError, Interrupted, NonFinite, SkippedStep
 from spillway.spec.options import TrainOptions
 from spillway.spec.sizes import format_size, parse_size
@@ -76,7 +77,7 @@ class _Run:
     def train(self, stop: Stop) -> RunSummary:
         """All steps that are left, then the final model."""
         training, progress = self._training, self._progress
-        if progress.step >= training.total and (training.output / "config.json").exists():
+        if progress.step >= training.total and written_step(training.directory) == progress.step:
             self._reporter.say(
                 f"{progress.step} steps were made before and {training.total} are asked for: more --max-steps or "
                 f"epochs go on from there"
@@ -100,6 +101,7 @@ class _Run:
         self._telling.write_trace()
         self._reporter.say(f"writing the model to {training.output}")
         save_pretrained(training.model, training.output)
+        note_written(training.directory, progress.step)
         return self._telling.summarize()
 
     def _interrupted(self) -> Interrupted:
@@ -147,7 +149,7 @@ class _Run:
         Raises NonFinite, with the step before it in force."""
         training, progress, points = self._training, self._progress, self._points
         loss = training.model(**batch).loss
-        value, trained = float(loss.detach()), int((batch["labels"] != -100).sum())
+        value, trained = float(loss.detach()), int((batch["labels"] != IGNORED).sum())
         if not math.isfinite(value):
             raise NonFinite(
                 f"the loss of step {progress.step + 1} is {value}; it changed nothing: lower --learning-rate, look at "

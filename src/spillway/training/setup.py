@@ -26,7 +26,7 @@ from spillway.integrations.tokenizer import fingerprint, load_tokenizer, pad_id
 from spillway.optim.config import settings_of
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.report.progress import Reporter
-from spillway.rundir import is_free, note_saved, store_directories, where_saved
+from spillway.rundir import is_free, note_saved, remember_stores, store_directories, where_saved
 from spillway.runtime.session import Session
 from spillway.spec.errors import BudgetWarning, DiskError, UsageError
 from spillway.spec.options import TrainOptions
@@ -109,6 +109,7 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     )  # fmt: skip
     _exercise_save(training)
     remember_samples(directory, data, own_tokenizer)
+    remember_stores(directory, stores)
     return training
 
 

@@ -28,7 +28,8 @@ def stop_on_signals(reporter: Reporter) -> Iterator[Stop]:
         reporter.say("stopping after the step in flight; once more to stop at once")
 
     asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in asking}
+    heard = [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]  # not under nohup
+    before = {number: signal.signal(number, note) for number in heard}
     try:
         yield stop
     finally:
