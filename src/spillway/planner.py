@@ -13,16 +13,13 @@ from spillway.plan.request import PlanRequest
 from spillway.plan.search import make_plan
 from spillway.runtime.device import Device
 from spillway.spec.errors import BudgetWarning, UsageError
-from spillway.spec.hardware import Budget, HardwareSpec
+from spillway.spec.hardware import DEVICE_SHARE, HOST_SHARE, Budget, HardwareSpec, device_bytes
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
 from spillway.spec.sizes import format_size, parse_size
 from spillway.spec.state import StateFormat
 from spillway.store.disk import Geometry, free_on
 
-# Workspaces of matrix products, one for each thread that computes, kernels that are loaded when first used, and what an
-# update there takes besides its states (144 MiB).
-_DEVICE_RESERVE = 400 << 20
 # What libraries, threads and the user's data still take after the plan was made.
 _PROCESS_RESERVE = 80 << 20
 
@@ -35,13 +32,13 @@ def make_budget(
     disk_memory: str | int | None,
     counted_bytes: int = 0,
 ) -> Budget:
-    """Bytes of each tier that may be used: what the user gave, otherwise nine tenths of what is free. `counted_bytes`
+    """Bytes of each tier that may be used: what the user gave, otherwise most of what is free. `counted_bytes`
     of the process are weights that will have moved into the store."""
     process = max(process_bytes() - counted_bytes, 0) + _PROCESS_RESERVE
     host = _size(host_memory, "host_memory")
     most = free_host_bytes() + process_bytes()
     if host is None:
-        host = int(0.9 * most)
+        host = int(HOST_SHARE * most)
     elif host > 1.05 * most:
         warnings.warn(
             f"host_memory is {format_size(host)} and {format_size(most)} are free on this machine: "
@@ -55,7 +52,7 @@ def make_budget(
     if free is None:
         have_device = host if have_device is None else have_device
     else:
-        usable = int(0.95 * free)
+        usable = int(DEVICE_SHARE * free)
         if have_device is not None and have_device > usable:
             warnings.warn(
                 f"device_memory is {format_size(have_device)} and {format_size(free)} are free on the device: "
@@ -63,7 +60,7 @@ def make_budget(
                 BudgetWarning,
                 stacklevel=3,
             )
-        have_device = max(min(have_device or usable, usable) - _DEVICE_RESERVE, 0)
+        have_device = device_bytes(free, have_device)
     disk = _size(disk_memory, "disk_memory")
     free_disk = 0
     if geometry is not None:
@@ -117,10 +114,12 @@ class Planner:
         return self._hardware
 
     def _measure(self, profile: ModelProfile) -> HardwareSpec:
-        """This machine, measured once, with the widest unit and the longest call of the model."""
+        """This machine, measured once, at the width of the model's heaviest unit and the length of its calls."""
         if self._probed is None:
-            # A transformer block of width h has about 12 h^2 parameters.
-            hidden = math.isqrt(max((unit.num_params for unit in profile.units), default=0) // 12)
+            # A transformer block of width h has about 12 h^2 parameters; an embedding may have more.
+            forwards = [call for call in profile.calls if call.kind == "FORWARD"]
+            heaviest = max(forwards, key=lambda call: call.flops, default=None)
+            hidden = 0 if heaviest is None else math.isqrt(profile.units[heaviest.unit].num_params // 12)
             rows = profile.tokens // max((call.chunks for call in profile.calls if call.kind == "FORWARD"), default=1)
             self._probed = measure(
                 self._device.torch_device,

@@ -23,7 +23,7 @@ def first(plan: Plan, kind: str) -> int:
 
 def changed(plan: Plan, index: int, **fields: object) -> Plan:
     ops = list(plan.ops)
-    ops[index] = dataclasses.replace(ops[index], **fields)
+    ops[index] = ops[index]._replace(**fields)
     return dataclasses.replace(plan, ops=tuple(ops))
 
 

@@ -122,7 +122,7 @@ def test_time_has_one_unit(question: tuple[ModelProfile, HardwareSpec, Budget, b
         return
     rates = {rate: factor * getattr(machine, rate) for rate in RATES}
     faster = dataclasses.replace(machine, **rates)
-    ops = tuple(dataclasses.replace(op, amount=factor * op.amount) for op in found.ops)
+    ops = tuple(op._replace(amount=factor * op.amount) for op in found.ops)
     seconds, _ = step_seconds(dataclasses.replace(found, ops=ops), faster)
     assert seconds == pytest.approx(found.step_seconds, rel=1e-6)
 

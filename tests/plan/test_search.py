@@ -195,3 +195,25 @@ def test_memory_that_nothing_else_may_use_takes_more_states_on_their_way() -> No
     few = make_plan(profiles.chain(12), slow, scarce, request)
     assert many.placement.state_slabs > few.placement.state_slabs
     assert many.step_seconds < 0.9 * few.step_seconds
+
+
+def test_all_units_rest_on_the_device_where_memory_has_room_for_none() -> None:
+    model = profiles.chain(6, 1 << 24)
+    state = sum(unit.weight_bytes + unit.state_bytes for unit in model.units)
+    largest = max(unit.weight_bytes + unit.state_bytes for unit in model.units)
+    request = PlanRequest(has_store=False, activations="recompute")
+    budget = Budget(2 * state, largest // 2, 0, 1 << 20)
+    plan = make_plan(model, profiles.MACHINE, budget, request)
+    assert all(where.states == "device" for where in plan.placement.units)
+    assert plan.peaks.host <= budget.host_bytes
+
+
+def test_a_visit_to_the_device_takes_no_checksums() -> None:
+    model = profiles.chain(8, 1 << 24)
+    slow_cpu = dataclasses.replace(profiles.MACHINE, update_params_per_s=1e8)
+    request = PlanRequest("serial", "host", "host", policy="deep-optimizer-states")
+    plan = make_plan(model, slow_cpu, profiles.PLENTY, request)
+    assert any(where.visits for where in plan.placement.units)
+    checked = dataclasses.replace(slow_cpu, checksum_params_per_s=1e8)
+    before, after = (simulate(plan.ops, plan.pools, machine).seconds for machine in (slow_cpu, checked))
+    assert after == pytest.approx(before)

@@ -12,7 +12,13 @@ import directories
 import models
 import spillway
 from spillway.cli.main import run
+from spillway.hardware.catalogue import find_machine
+from spillway.planning.question import ask as ask_machine
+from spillway.planning.question import with_drives
+from spillway.report.progress import Reporter
 from spillway.spec.jsonable import to_json
+from spillway.spec.options import TrainOptions
+from spillway.spec.plan import NO_POINTS
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +241,25 @@ def test_a_model_in_float32_computes_at_the_rate_of_float32(capsys: pytest.Captu
     half, full = ask(capsys, *shape), ask(capsys, *shape, "--dtype", "float32")
     assert 8 < full["step_seconds"] / half["step_seconds"] < 312 / 19.5 + 0.1
     assert full["peak_share"] > half["peak_share"]
+
+
+def test_the_run_has_the_steps_of_the_batch_that_is_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    whole = directories.make_model(tmp_path / "llama")
+    data = directories.make_texts(tmp_path / "texts.jsonl")
+    given = (whole, data, "--hardware", "rtx4090+990pro+64GB", "--max-length", "64")
+    few = ask(capsys, *given, "--batch-tokens", "64")
+    many = ask(capsys, *given, "--batch-tokens", "256")
+    assert few["run_steps"] > 4 and many["run_steps"] == -(-few["run_steps"] // 4)
+
+
+def test_a_drive_more_costs_what_it_costs() -> None:
+    machine = find_machine("rtx4090+2x990pro+128GB")
+    assert with_drives(machine, 4).price == find_machine("rtx4090+4x990pro+128GB").price > machine.price
+
+
+def test_a_model_that_the_drives_barely_hold_is_updated_in_large_parts() -> None:
+    options = TrainOptions("gpt-135b", (), "", (".",), max_length=1024, max_steps=1, per_device_train_batch_size=1)
+    question = ask_machine(options, "rtx4080+990pro+64GB", Reporter())
+    plan = question.plan(question.machine, question.profile())
+    assert plan.placement.keep == NO_POINTS
+    assert len(plan.ops) < 50_000  # two million with the smallest parts

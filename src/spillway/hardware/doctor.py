@@ -18,6 +18,7 @@ from spillway.spec.answers import Finding
 from spillway.spec.sizes import format_size
 from spillway.store.disk import available, existing
 
+_VENDORS = ("0x10de", "0x1002")  # NVIDIA, AMD
 _SLOW_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "drvfs", "overlay"}
 
 
@@ -97,10 +98,12 @@ def _device() -> Finding:
 
 
 def _link_width() -> tuple[int, int] | None:
-    """Lanes in use and lanes the card has, of the first display device that says so."""
+    """Lanes in use and lanes the card has, of the first one of a maker of GPUs to compute with (others drive displays
+    of servers)."""
     for device in sorted(Path("/sys/bus/pci/devices").glob("*")):
         try:
-            if (device / "class").read_text().startswith("0x03"):
+            is_display = (device / "class").read_text().startswith("0x03")
+            if is_display and (device / "vendor").read_text().strip() in _VENDORS:
                 now, most = ((device / f"{name}_link_width").read_text() for name in ("current", "max"))
                 return int(now), int(most)
         except (OSError, ValueError):

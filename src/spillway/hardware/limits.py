@@ -21,8 +21,9 @@ def process_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _cgroup_files() -> list[tuple[Path, Path]]:
-    """Limit and usage files of every cgroup this process is in, up to the root: v2, then v1."""
+def _cgroup_files() -> list[tuple[Path, Path, Path]]:
+    """Limit and usage files of every cgroup this process is in, up to the root: v2, then v1; and what tells how much of
+    the usage is files that can be dropped."""
     files = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, group = line.split(":", 2)
@@ -35,16 +36,27 @@ def _cgroup_files() -> list[tuple[Path, Path]]:
         at = root / group.lstrip("/")
         for folder in (at, *at.parents):
             if (folder / limit).exists():
-                files.append((folder / limit, folder / usage))
+                files.append((folder / limit, folder / usage, folder / "memory.stat"))
             if folder == root:
                 break
     return files
 
 
-def _left(limit: Path, usage: Path) -> int:
+def _left(limit: Path, usage: Path, stat: Path) -> int:
     try:
         text = limit.read_text().strip()
         allowed = _UNLIMITED if text == "max" else int(text)
-        return max(allowed - int(usage.read_text()), 0) if allowed < _UNLIMITED else _UNLIMITED
+        if allowed >= _UNLIMITED:
+            return _UNLIMITED
+        return max(allowed - int(usage.read_text()) + _droppable(stat), 0)
     except (OSError, ValueError):
         return _UNLIMITED
+
+
+def _droppable(stat: Path) -> int:
+    """Of the page cache, which counts as used, what the kernel gives back first."""
+    try:
+        found = dict(line.split() for line in stat.read_text().splitlines())
+        return int(found.get("total_inactive_file", found.get("inactive_file", 0)))  # with children's; v2 has only that
+    except (OSError, ValueError):
+        return 0

@@ -36,19 +36,24 @@ class Measured:
 
 
 def this_machine(
-    paths: tuple[Path, ...], free_disk_bytes: int, dtype: torch.dtype = torch.bfloat16, refresh: bool = False
+    paths: tuple[Path, ...],
+    free_disk_bytes: int,
+    dtype: torch.dtype = torch.bfloat16,
+    refresh: bool = False,
+    device: str = "auto",
 ) -> Machine:
-    """Rates of this machine with these store paths and for models of this dtype, from the cache where it is fresh, and
-    what is free now."""
-    hardware = _measured(paths, dtype, refresh)
+    """Rates of this machine with these store paths, this device and for models of this dtype, from the cache where it
+    is fresh, and what is free now."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device(kind if device == "auto" else device)
+    hardware = _measured(paths, dtype, refresh, where)
     host = free_host_bytes() + process_bytes()
-    device = int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else host
-    return Machine(platform.node() or "this machine", hardware, device, host, free_disk_bytes)
+    on_device = int(torch.cuda.mem_get_info(where)[0]) if where.type == "cuda" else host
+    return Machine(platform.node() or "this machine", hardware, on_device, host, free_disk_bytes)
 
 
-def _measured(paths: tuple[Path, ...], dtype: torch.dtype, refresh: bool) -> HardwareSpec:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    file = cache_directory() / f"probe-{machine_key(device.type, paths)}-{str(dtype).removeprefix('torch.')}.json"
+def _measured(paths: tuple[Path, ...], dtype: torch.dtype, refresh: bool, device: torch.device) -> HardwareSpec:
+    file = cache_directory() / f"probe-{machine_key(str(device), paths)}-{str(dtype).removeprefix('torch.')}.json"
     if not refresh:
         try:
             known = from_json(Measured, json.loads(file.read_text()))
@@ -58,7 +63,7 @@ def _measured(paths: tuple[Path, ...], dtype: torch.dtype, refresh: bool) -> Har
             pass  # never measured, or by another version
 
     room = min(_ROOM_BYTES, free_host_bytes() // 2)
-    there = int(torch.cuda.mem_get_info()[0]) // 2 if device.type == "cuda" else room
+    there = int(torch.cuda.mem_get_info(device)[0]) // 2 if device.type == "cuda" else room
     found = measure(device, dtype, paths, _ROWS, _HIDDEN, EXACT, room, there)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +82,6 @@ def cache_directory() -> Path:
 def machine_key(device: str, paths: tuple[Path, ...]) -> str:
     """Changes with the hardware and with PyTorch, not with the time."""
     parts: list[Any] = [platform.processor(), os.cpu_count(), psutil.virtual_memory().total, torch.__version__]
-    parts.append(torch.cuda.get_device_name() if device == "cuda" else "cpu")
+    parts.append("cpu" if device == "cpu" else torch.cuda.get_device_name(torch.device(device)))
     parts += [existing(path).stat().st_dev for path in paths]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -8,8 +8,6 @@ from spillway.spec.hardware import HardwareSpec
 from spillway.spec.model import ModelProfile, UnitProfile
 from spillway.spec.plan import Placement, UnitPlacement
 
-_CORES = ("compute", "update", "device", "upload", "download")
-
 
 @dataclass(frozen=True, slots=True)
 class Phase:
@@ -80,8 +78,8 @@ def busiest(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -
 
 def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> float:
     """Seconds that no order of the placement's operations takes less than. An update that comes after backward overlaps
-    nothing of it but what is read ahead, and backward begins when all that forward needs was read and, but for what is
-    in slabs, what a late update makes of it was written."""
+    nothing of it but what is read ahead, and backward begins when forward is over with the late updates, all of which
+    precede it but for the writing of what is in slabs."""
     forward, backward, update = _parts(model, placement)
     if placement.in_turn:
         return (forward + backward + update).seconds_in_turn(hardware)
@@ -95,7 +93,7 @@ def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpe
     # What is in slabs may be written in backward.
     heaviest = max((unit.updated_bytes / max(unit.num_trainable, 1) for unit, _ in deferring), default=0)
     in_slabs = placement.state_slabs * placement.subgroup * heaviest
-    before = Phase(read=forward.read + late.read, write=max(late.write - in_slabs, 0.0))
+    before = replace(forward + late, write=max(late.write - in_slabs, 0.0))
     return max(least, before.seconds(hardware) + computing)
 
 

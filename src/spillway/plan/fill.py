@@ -209,6 +209,8 @@ class Filler:
         backward comes first."""
 
         def change(placement: Placement, index: int) -> Kept | None:
+            if not self._model.calls[index].flops and placement.acts[index].tier == tier:
+                return None  # takes no time to compute again
             return self._kept(index, tier, level)
 
         return self._candidates.grow(candidate, "acts", list(reversed(range(len(self._model.calls)))), change)

@@ -183,10 +183,11 @@ class _Search:
         deeper = self._filler.with_more_slabs(best.candidate)
         if deeper is best.candidate:
             return best
-        others = (
-            found for found in self._in_every_mode(deeper) if found.placement.update != best.plan.placement.update
-        )
-        fastest = min((self._time_as(found, found.placement) for found in (deeper, *others)), key=_seconds)
+        fastest = self._time_as(deeper, deeper.placement)
+        for found in self._in_every_mode(deeper):
+            place, least = found.placement, min(fastest.seconds, best.seconds)
+            if place.update != best.plan.placement.update and self._bound_of(place) < least:
+                fastest = min(fastest, self._time_as(found, place), key=_seconds)
         return fastest if fastest.seconds <= best.seconds else best
 
     def _with_streams(self, best: _Timed) -> _Timed:
@@ -300,10 +301,13 @@ class _Search:
         return sum(recomputed_flops(call, kept) for call, kept in pairs)
 
     def _better(self, best: _Timed | None, candidate: Candidate) -> _Timed:
-        if best is not None and lower_bound(self._model, candidate.placement, self._hardware) >= best.seconds:
+        if best is not None and self._bound_of(candidate.placement) >= best.seconds:
             return best
         found = self._time(candidate)
         return best if best is not None and best.seconds <= found.seconds else found
+
+    def _bound_of(self, placement: Placement) -> float:
+        return lower_bound(self._model, placement, self._hardware)
 
     def _time(self, candidate: Candidate) -> _Timed:
         placement = candidate.placement

@@ -54,7 +54,8 @@ class _Simulation:
         flops = hardware.device_flops_per_s
         self._alone = [op.amount / rates.get((op.kind, op.lane), flops) + _OP_SECONDS for op in ops]
         for op in ops:
-            if op.kind == "UPDATE" and op.target not in ("", "home"):  # in a slab that is written
+            is_written = op.target not in ("", "home")  # in a slab, whose checksums are taken
+            if op.kind == "UPDATE" and op.lane == "update" and is_written:
                 self._alone[op.id] += op.amount / hardware.checksum_params_per_s
         self._waits = [len(op.deps) for op in ops]  # dependencies that are not done
         self._followers: list[list[int]] = [[] for _ in ops]

@@ -40,7 +40,17 @@ class Start:
                 found = self._off_the_drives(found, in_memory, on_device)
             if self._candidates.fits(found):
                 return found
-        return smallest
+        return self._in_larger_parts(smallest)
+
+    def _in_larger_parts(self, candidate: Candidate) -> Candidate:
+        """With the largest subgroups that fit: the smallest ones make lists of millions of operations."""
+        if self._request.fixed is not None:
+            return candidate
+        for subgroup, slabs in self._subgroups():
+            found = self._candidates.of(replace(candidate.placement, subgroup=subgroup, state_slabs=slabs))
+            if subgroup > candidate.placement.subgroup and self._candidates.fits(found):
+                return found
+        return candidate
 
     def smallest(self, update: str) -> Candidate:
         """The shallowest pipeline, with inputs of units far away, or without slots that they come back to. Raises
@@ -63,7 +73,7 @@ class Start:
             return None
         units = len(candidate.placement.units)
         may_live = "device" in self._space.states and not self._device_is_host
-        for on_device in range(units if may_live else 1):
+        for on_device in range(units + 1 if may_live else 1):
             found = self._off_the_drives(candidate, units - on_device, on_device)
             if found.peaks.device > self._budget.device_bytes or found.peaks.disk > self._budget.disk_bytes:
                 break
@@ -84,9 +94,9 @@ class Start:
         may_live = "device" in self._space.states and not self._device_is_host and self._request.fixed is None
         if self._space.states[0] != "host" or not may_live or candidate.peaks.host <= self._budget.host_bytes:
             return candidate
-        low, found, high = 0, candidate, len(candidate.placement.units)
+        low, found, high = 0, candidate, len(candidate.placement.units) + 1
         while high - low > 1 and found.peaks.host > self._budget.host_bytes:
-            middle = (low + high + 1) // 2
+            middle = (low + high) // 2
             trial = self._off_the_drives(candidate, 0, middle)
             if trial.peaks.device > self._budget.device_bytes:
                 high = middle
@@ -98,7 +108,7 @@ class Start:
         """With the last so many units that are trained wholly on the device, and the first so many in host memory."""
         units = list(candidate.placement.units)
         trained = [index for index, where in enumerate(units) if where.states == self._space.states[0]]
-        there = set(trained[len(trained) - on_device :])
+        there = set(trained[max(len(trained) - on_device, 0) :])
         for index in there:
             units[index] = replace(units[index], weights="device", states="device", grads="device")
         if "host" in self._space.states:

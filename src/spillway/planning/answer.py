@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,9 @@ from spillway.report.progress import Reporter
 from spillway.spec.answers import Help, PlanReport
 from spillway.spec.errors import UsageError
 from spillway.spec.options import TrainOptions
-from spillway.spec.sizes import format_size
+from spillway.spec.sizes import format_size, parse_size
+
+_MOST_HELPS = 3  # of what would make it fit
 
 
 def answer(question: Question) -> PlanReport:
@@ -52,15 +55,18 @@ def predict(
 def _changes(question: Question) -> list[tuple[str, Question]]:
     """What one could change, one thing at a time."""
     machine, options = question.machine, question.options
-    more_memory = replace(machine, host_bytes=machine.host_bytes + 64 * 10**9)
-    free = replace(options, host_memory=None)
+    more = 64 * 10**9
+    more_memory = replace(machine, host_bytes=machine.host_bytes + more)
+    raised = options
+    if options.host_memory is not None:
+        raised = replace(options, host_memory=str(parse_size(options.host_memory) + more))
     twice = replace(options, gradient_accumulation_steps=2 * options.gradient_accumulation_steps)
     found = [
         (
             "one more drive" if machine.drives else f"a drive ({FIRST_DRIVE})",
             asked(question, with_drives(machine, len(machine.drives) + 1)),
         ),
-        ("64 GB more host memory", asked(question, more_memory, free)),
+        ("64 GB more host memory", asked(question, more_memory, raised)),
         ("twice the batch", asked(question, machine, twice)),
     ]
     if NAMED[options.optim][1] == "float32":
@@ -94,12 +100,12 @@ def _what_would_fit(question: Question) -> tuple[Help, ...]:
         tries.insert(0, (flags, asked(question, machine, single)))
     whole = rows * options.gradient_accumulation_steps
     for factor in (2, 4, 8, 16, 32):
-        if whole % factor == 0:
-            at_once = min(rows, whole // factor)
+        at_once = min(rows, whole // factor)
+        if whole % factor == 0 and whole // factor % at_once == 0:
             fewer = replace(
                 options,
                 per_device_train_batch_size=at_once,
-                gradient_accumulation_steps=max(whole // factor // at_once, 1),
+                gradient_accumulation_steps=whole // factor // at_once,
             )
             tries.append((f"1/{factor} of the batch", asked(question, machine, fewer)))
     for factor in (2, 4, 8):
@@ -108,4 +114,5 @@ def _what_would_fit(question: Question) -> tuple[Help, ...]:
         if machine.drives:
             more = with_drives(machine, factor * len(machine.drives))
             tries.append((f"{factor} times the drives", asked(question, more)))
-    return tuple(Help(change, 0.0) for change, other in tries if other.fits(other.machine, other.profile()))[:3]
+    fitting = (Help(change, 0.0) for change, other in tries if other.fits(other.machine, other.profile()))
+    return tuple(islice(fitting, _MOST_HELPS))

@@ -37,7 +37,7 @@ from spillway.plan.search import fits, make_plan, swapped_plans
 from spillway.plan.simulate import UPDATE_BYTES
 from spillway.report.progress import Reporter
 from spillway.spec.errors import UsageError
-from spillway.spec.hardware import Budget, HardwareSpec
+from spillway.spec.hardware import HOST_SHARE, Budget, HardwareSpec, device_bytes
 from spillway.spec.machine import Machine
 from spillway.spec.model import ModelProfile
 from spillway.spec.options import TrainOptions
@@ -105,21 +105,34 @@ class Question:
     options: TrainOptions
     machine: Machine
     measured: bool
-    steps: int
+    rows: int  # of an epoch of the data; 0 unknown
     own: OwnModel | None = None
     _profiles: dict[tuple[int, int, int | None, int], dict[StateFormat, ModelProfile]] = field(default_factory=dict)
 
     def budget(self, machine: Machine) -> Budget:
         """What the options allow of the machine."""
 
-        def given(text: str | None, most: int) -> int:
-            return most if text is None else min(parse_size(text), most)
+        def given(text: str | None) -> int | None:
+            return None if text is None else parse_size(text)
 
-        host = given(self.options.host_memory, int(0.9 * machine.host_bytes))
-        process = min(_PROCESS_BYTES, host // 4)
-        device = host if machine.hardware.device == "cpu" else int(0.95 * machine.device_bytes)
-        disk = given(self.options.disk_memory, machine.disk_bytes)
-        return Budget(given(self.options.device_memory, device), host, disk, process)
+        options = self.options
+        host, device, disk = given(options.host_memory), given(options.device_memory), given(options.disk_memory)
+        host = int(HOST_SHARE * machine.host_bytes) if host is None else min(host, machine.host_bytes)
+        if machine.hardware.device == "cpu":
+            device = host if device is None else min(device, host)
+        else:
+            device = device_bytes(machine.device_bytes, device)
+        disk = machine.disk_bytes if disk is None else min(disk, machine.disk_bytes)
+        return Budget(device, host, disk, min(_PROCESS_BYTES, host // 4))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run, where the options or the data say so; otherwise 0."""
+        options = self.options
+        if options.max_steps > 0 or not self.rows:
+            return max(options.max_steps, 0)
+        batches = -(-self.rows // (options.per_device_train_batch_size * options.gradient_accumulation_steps))
+        return max(math.ceil(options.num_train_epochs * batches), 1)
 
     def settings(self, **changed: Any) -> Rule:
         """The optimizer."""
@@ -205,7 +218,7 @@ def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: Ow
     paths = tuple(map(Path, options.store))
     if hardware is None:
         dtype = as_dtype(options.dtype) if own is None else own.dtype
-        machine = this_machine(paths, free_on(even_geometry(paths)), dtype)
+        machine = this_machine(paths, free_on(even_geometry(paths)), dtype, device=options.device)
         machine = replace(machine, hardware=as_seen(machine.hardware, paths))
     else:
         machine = find_machine(hardware)
@@ -215,13 +228,13 @@ def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: Ow
         if memory is not None and parse_size(memory) > most:
             has = f"{machine.name} has {format_size(most)}"
             reporter.say(f"note: --{tier}-memory {memory} is more than there is: {has}")
-    return Question(options, machine, hardware is None, count_steps(options, reporter), own)
+    return Question(options, machine, hardware is None, count_rows(options, reporter), own)
 
 
 def asked(question: Question, machine: Machine, options: TrainOptions | None = None) -> Question:
     """The same question about another machine, or with other options."""
     options = options or question.options
-    return Question(options, machine, question.measured, question.steps, question.own, question._profiles)
+    return Question(options, machine, question.measured, question.rows, question.own, question._profiles)
 
 
 def with_batch_tokens(question: Question, tokens: int) -> Question:
@@ -256,6 +269,7 @@ def with_drives(machine: Machine, count: int) -> Machine:
     return replace(
         machine,
         drives=drives,
+        price=machine.price + (count - have) * drives[0].price if machine.price and drives else 0.0,
         disk_bytes=int(machine.disk_bytes * scale),
         hardware=replace(
             hardware,
@@ -274,7 +288,8 @@ def _with_first_drives(machine: Machine, count: int) -> Machine:
         write_bytes_per_s=sum(drive.write_bytes_per_s for drive in drives),
     )
     size = sum(drive.capacity_bytes for drive in drives)
-    return replace(machine, drives=drives, disk_bytes=size, hardware=hardware)
+    price = machine.price + sum(drive.price for drive in drives) if machine.price else 0.0
+    return replace(machine, drives=drives, disk_bytes=size, hardware=hardware, price=price)
 
 
 def row_length(options: TrainOptions) -> int:
@@ -284,17 +299,15 @@ def row_length(options: TrainOptions) -> int:
     return fitting_length(find_directory(options.model), options.max_length)
 
 
-def count_steps(options: TrainOptions, reporter: Reporter) -> int:
-    """Optimizer steps of the run, where the options or the data say so; otherwise 0."""
+def count_rows(options: TrainOptions, reporter: Reporter) -> int:
+    """Rows of an epoch, where it matters; otherwise 0."""
     if options.max_steps > 0 or not options.data:
-        return max(options.max_steps, 0)
+        return 0
     tokenizer, length = load_tokenizer(find_directory(options.model)), row_length(options)
     with reporter.counting("reading data") as counter:
         encoded = encode_files(options.data, tokenizer, length, counter.reach)
-    rows = options.per_device_train_batch_size * options.gradient_accumulation_steps
     packing = options.packing and keeps_documents_apart(find_directory(options.model))
-    batches = Batches(encoded.samples, rows, length, options.seed, packing, pad_id(tokenizer))
-    return max(math.ceil(options.num_train_epochs * batches.per_epoch()), 1)
+    return Batches(encoded.samples, 1, length, options.seed, packing, pad_id(tokenizer)).per_epoch()
 
 
 def gpt_shape(name: str) -> tuple[int, int, int] | None:

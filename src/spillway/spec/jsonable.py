@@ -1,4 +1,4 @@
-"""Frozen dataclasses to JSON and back."""
+"""Frozen dataclasses and named tuples to JSON and back."""
 
 import dataclasses
 import types
@@ -10,8 +10,9 @@ T = TypeVar("T")
 
 def to_json(value: Any) -> Any:
     """Plain dicts, lists and scalars for a dataclass; fields at their default are kept, so a file explains itself."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    names = _fields(value)
+    if names and not isinstance(value, type):
+        return {name: to_json(getattr(value, name)) for name in names}
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
     if isinstance(value, dict):
@@ -20,14 +21,15 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[T], data: Any) -> T:
-    """The dataclass `kind` from what `to_json` gave. Unknown keys raise KeyError: the file is of another version."""
+    """The `kind` from what `to_json` gave. Unknown keys raise KeyError: the file is of another version."""
     return typing.cast(T, _decode(kind, data))
 
 
 def _decode(kind: Any, data: Any) -> Any:
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+    names = _fields(kind)
+    if names and isinstance(kind, type):
         hints = typing.get_type_hints(kind)
-        unknown = set(data) - {field.name for field in dataclasses.fields(kind)}
+        unknown = set(data) - set(names)
         if unknown:
             raise KeyError(f"{kind.__name__} has no field {', '.join(sorted(unknown))}")
         return kind(**{name: _decode(hints[name], item) for name, item in data.items()})
@@ -43,3 +45,10 @@ def _decode(kind: Any, data: Any) -> Any:
     if origin in (types.UnionType, typing.Union):
         return None if data is None else _decode(next(part for part in arguments if part is not type(None)), data)
     return data
+
+
+def _fields(value: Any) -> tuple[str, ...]:
+    """Of a dataclass or a named tuple; none of anything else."""
+    if dataclasses.is_dataclass(value):
+        return tuple(field.name for field in dataclasses.fields(value))
+    return getattr(value, "_fields", ()) if isinstance(value, (tuple, type)) else ()
