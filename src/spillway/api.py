@@ -66,7 +66,7 @@ def add_adapter(model: nn.Module, adapter: Any) -> Any:
     try:
         from spillway.integrations.peft import attach
     except ModuleNotFoundError as error:
-        raise UsageError("adapters need peft: pip install 'spillway[peft]'") from error
+        raise UsageError("adapters need peft: pip install peft") from error
     return attach(model, Path(adapter) if isinstance(adapter, (str, os.PathLike)) else adapter)
 
 

@@ -33,8 +33,8 @@ def test_every_part_has_a_source_and_every_server_exists() -> None:
         ("rtx4090+-64GB", "there is no"),
         ("rtx4090+rtx3090", "names more than one GPU"),
         ("2xrtx4090", "names more than one GPU"),
-        ("rtx4090+0x990pro", "is none of it"),
-        ("rtx4090+0GB", "is no memory"),
+        ("rtx4090+0x990pro", "count must be at least 1"),
+        ("rtx4090+0GB", "memory must be at least 1GB"),
         ("nowhere.toml", "cannot be read"),
     ),
 )

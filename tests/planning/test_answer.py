@@ -158,7 +158,7 @@ def test_the_doctor_looks_at_the_store(capsys: pytest.CaptureFixture[str], tmp_p
     if Path("/dev/shm").is_dir():
         assert run(["doctor", "--store", "/dev/shm", "--json"]) == 0
         found = {item["what"]: item for item in json.loads(capsys.readouterr().out)}
-        assert "in memory" in found["store /dev/shm"]["fix"]
+        assert "RAM disk" in found["store /dev/shm"]["fix"]
 
 
 def test_wrong_questions_get_one_sentence(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

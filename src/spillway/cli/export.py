@@ -11,7 +11,7 @@ import click
 @click.argument("directory")
 @click.option("--dtype", help="bfloat16, float16 or float32. Default: what the run computes in.")
 @click.option("--step", type=int, help="Which saved point. Default: the newest.")
-@click.option("--overwrite", is_flag=True, help="Also into a directory that holds a model.")
+@click.option("--overwrite", is_flag=True, help="Overwrite a model that is already in DIRECTORY.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON on standard output.")
 def export_command(
     run: str, directory: str, dtype: str | None, step: int | None, overwrite: bool, as_json: bool

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from spillway.report.progress import Reporter
 
 _KEPT = (
-    "store", "device_memory", "host_memory", "disk_memory", "max_length", "per_device_train_batch_size",
+    "store", "device", "device_memory", "host_memory", "disk_memory", "max_length", "per_device_train_batch_size",
     "gradient_accumulation_steps", "max_steps", "num_train_epochs", "optim", "master_bits", "max_grad_norm", "dtype",
     "update", "activations", "weights", "states", "policy", "streams", "save_total_limit",
 )  # fmt: skip
@@ -30,14 +30,18 @@ _ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 @click.argument("model")
 @click.argument("data", nargs=-1)
 @add_options(TrainOptions, _KEPT)
-@click.option("--hardware", metavar="H", help="A name, parts such as rtx4090+4x990pro+128GB, or a TOML file.")
-@click.option("--batch-tokens", type=int, metavar="N", help="Tokens a step; rows at a time are chosen.")
-@click.option("--max-size", is_flag=True, help="The largest model of this width that can be trained.")
-@click.option("--sweep", metavar="AXIS", help="A curve over batch, drives, host-memory or swapped (activations).")
+@click.option(
+    "--hardware",
+    metavar="H",
+    help="Machine: a name, parts such as rtx4090+4x990pro+128GB, or a TOML file. Default: this one.",
+)
+@click.option("--batch-tokens", type=int, metavar="N", help="Tokens per step; the micro-batch is chosen for you.")
+@click.option("--max-size", is_flag=True, help="Find the largest model of this width that fits.")
+@click.option("--sweep", metavar="AXIS", help="Plot against batch, drives, host-memory or swapped (activations).")
 @click.option(
     "--chart", metavar="FILE", help="The predicted step, .json (ui.perfetto.dev) or .png; or the --sweep, .png."
 )
-@click.option("--json", "as_json", is_flag=True, help="The answer as JSON on standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON on standard output.")
 @click.pass_context
 def plan_command(
     context: click.Context,

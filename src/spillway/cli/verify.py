@@ -11,7 +11,7 @@ import click
 @click.option(
     "--against-resident", "steps", type=click.IntRange(1), metavar="N", help="Also train N steps beside plain PyTorch."
 )
-@click.option("--layers", type=int, help="Of the first blocks only. Default: as many as plain PyTorch has room for.")
+@click.option("--layers", type=int, help="Use only the first N blocks. Default: as many as plain PyTorch has room for.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON on standard output.")
 def verify_command(run: str, steps: int | None, layers: int | None, as_json: bool) -> None:
     """Check every byte of the saved points of RUN against its checksum.

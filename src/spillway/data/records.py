@@ -133,7 +133,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(f"{path} needs pyarrow: run `pip install spillway[parquet]`") from error
+        raise DataError(f"{path} needs pyarrow: pip install pyarrow") from error
     try:
         table = pyarrow.parquet.ParquetFile(path)
         number = 0

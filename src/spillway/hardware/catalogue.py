@@ -116,7 +116,7 @@ def find_machine(text: str) -> Machine:
     for part in parts:
         count, name = _counted(part.strip().lower().replace(" ", ""))
         if count == 0:
-            raise UsageError(f"'{part}' is none of it: leave it out, or give at least one")
+            raise UsageError(f"'{part}': the count must be at least 1; leave it out for none")
         if name in GPUS:
             if gpu is not None or count > 1:
                 raise UsageError(f"'{text}' names more than one GPU, and Spillway plans for one: leave the others out")
@@ -129,7 +129,7 @@ def find_machine(text: str) -> Machine:
             generation = int(name[-1])
         elif (size := _size(name)) is not None:
             if size <= 0:
-                raise UsageError(f"'{part}' is no memory: leave it out, or give at least 1GB")
+                raise UsageError(f"'{part}': memory must be at least 1GB; leave it out for the default")
             host_bytes += count * size
         else:
             raise UsageError(_unknown(part))

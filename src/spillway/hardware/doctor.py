@@ -118,11 +118,11 @@ def _file_system(path: Path) -> Finding:
     kind = mount.fstype if mount else "unknown"
     fix = ""
     if kind in ("tmpfs", "ramfs"):
-        fix = "it lies in memory: choose a path on a drive"
+        fix = "this is a RAM disk: choose a path on a drive"
     elif kind in _SLOW_FILE_SYSTEMS:
         fix = "it is not a local drive (network, container layer or Windows mount): choose a local NVMe path"
     elif mount is not None and mount.mountpoint == "/":
-        fix = "it is the system drive: one of its own wears and waits less"
+        fix = "this is the system drive: a drive of its own wears and waits less"
     return Finding(f"store {path}", f"{kind} on {mount.mountpoint if mount else '?'}", fix)
 
 

@@ -101,7 +101,7 @@ class StreamingOptimizer(torch.optim.Optimizer):
             raise UsageError("closures are not supported: call loss.backward() and then optimizer.step()")
         if self.loss_scale.value != 1.0 and not self._is_scaled:
             raise UsageError(
-                "the loss of this step was not scaled, and its gradients would be taken for too small ones: call "
+                "the loss of this step was not scaled, so its gradients would be taken as too small: call "
                 "optimizer.scale(loss).backward(), or give the optimizer loss_scale=1.0"
             )
         self._is_scaled = False

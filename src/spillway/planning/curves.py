@@ -34,7 +34,7 @@ def largest_as_help(question: Question) -> tuple[Help, ...]:
         layers, params = largest(question)
     except (PlanInfeasible, UsageError):
         return ()
-    return (Help(f"{layers} blocks: {params / 1e9:.1f}B parameters of this width", 0.0),)
+    return (Help(f"{layers} blocks, {params / 1e9:.1f}B parameters: the largest model of this width that fits", 0.0),)
 
 
 def sweep(question: Question, what: str) -> list[tuple[str, PlanReport]]:
@@ -66,7 +66,7 @@ def _repeat_blocks(two: ModelProfile, layers: int) -> ModelProfile:
     """The profile of a model with `layers` alike blocks, from that of one with two."""
     blocks = [index for index in range(len(two.units) - 1) if _alike(two, index)]
     if not blocks:
-        raise UsageError("this model's blocks are not alike: the largest one cannot be told from two of them")
+        raise UsageError("--max-size needs a model whose blocks are all alike, and this one's are not")
     first = blocks[-1]
     units = [*two.units[: first + 1], *[two.units[first + 1]] * (layers - 1), *two.units[first + 2 :]]
     calls = []

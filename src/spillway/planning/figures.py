@@ -9,6 +9,7 @@ from spillway.plan.simulate import simulate
 from spillway.planning.question import Question, hardware_for, rate_share
 from spillway.spec.answers import PlanReport
 from spillway.spec.errors import PlanInfeasible
+from spillway.spec.machine import Machine
 from spillway.spec.plan import Kept, Plan, TierPeaks
 from spillway.spec.sizes import format_size
 from spillway.spec.trace import Trace
@@ -27,6 +28,18 @@ def report_on(question: Question) -> PlanReport:
     return figures(question, plan)
 
 
+def _dollars_per_step(machine: Machine, plan: Plan) -> float:
+    """The device's price over three years of use, and what is worn of the drives (where their endurance is known;
+    otherwise they are paid for by time, too). No power, no other part of the machine. 0 where a price is unknown."""
+    on_drives = sum(drive.price for drive in machine.drives)
+    by_time = machine.price
+    worn = 0.0
+    if machine.endurance_bytes:
+        by_time -= on_drives if machine.price else 0.0
+        worn = on_drives * plan.bytes_written / machine.endurance_bytes if machine.price else 0.0
+    return by_time / _SECONDS_OF_OWNERSHIP * plan.step_seconds + worn
+
+
 def figures(question: Question, plan: Plan) -> PlanReport:
     """What a plan promises."""
     base, machine, profile = _known(question), question.machine, question.profile()
@@ -38,7 +51,7 @@ def figures(question: Question, plan: Plan) -> PlanReport:
     tokens_per_s = base.tokens / plan.step_seconds
     endurance = machine.endurance_bytes
     phases = phase_peaks(profile, plan, MAX_SHARD_BYTES)
-    per_second = machine.price / _SECONDS_OF_OWNERSHIP
+    dollars = _dollars_per_step(machine, plan)
     peak = machine.peak_flops_per_s * rate_share(machine, profile)
     return replace(
         base,
@@ -62,8 +75,8 @@ def figures(question: Question, plan: Plan) -> PlanReport:
         run_seconds=(runs[0], runs[1]),
         run_written_bytes=plan.bytes_written * question.steps,
         endurance_share=plan.bytes_written * question.steps / endurance if endurance else 0.0,
-        dollars_per_million_tokens=per_second / tokens_per_s * 1e6,
-        dollars_per_run=per_second * plan.step_seconds * question.steps,
+        dollars_per_million_tokens=dollars / base.tokens * 1e6,
+        dollars_per_run=dollars * question.steps,
         activations=_count([_kept_as(kept) for kept in plan.placement.acts]),
         notes=(*plan.notes, *_notes_on_saving(phases["save"].disk, base.budget.disk_bytes)),
     )

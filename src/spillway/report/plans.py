@@ -26,12 +26,12 @@ def print_report(console: Console, report: PlanReport) -> None:
         for phase, peaks in report.phases.items()
         if phase != "step"
     )
-    table.add_row("device, host, disk besides steps", "; ".join(others))
-    beside = f", {report.streams} times so many side by side" if report.streams > 1 else ""
+    table.add_row("other peaks (device, host, disk)", "; ".join(others))
+    beside = f", {report.streams} micro-batches side by side" if report.streams > 1 else ""
     table.add_row("batch", f"{report.rows} rows, {report.micro_rows} at a time inside each unit{beside}")
     for part, tiers in report.placement.items():
         table.add_row(part, ", ".join(f"{count} units on {tier}" for tier, count in tiers.items()))
-    table.add_row("backward needs", ", ".join(f"{count} x {how}" for how, count in report.activations.items()))
+    table.add_row("kept for backward", ", ".join(f"{count} x {how}" for how, count in report.activations.items()))
     by = "" if report.policy == "auto" else f" (planned as {report.policy} would)"
     mixed = f", {report.deferred_units} units' in the next forward" if report.deferred_units else ""
     table.add_row("update", f"{report.update}{mixed}{by}")
@@ -54,7 +54,7 @@ def print_report(console: Console, report: PlanReport) -> None:
         most = clipped / report.step_seconds if clipped else 1.0
         run = f", {_span(report.dollars_per_run, most, 2)} for the run" if report.dollars_per_run else ""
         per_million = _span(report.dollars_per_million_tokens, most, 3)
-        table.add_row("dollars", f"{per_million} per million tokens{run}, of the parts' price")
+        table.add_row("dollars", f"{per_million} per million tokens{run} (GPU over three years, wear of drives)")
     console.print(table)
     for note in report.notes:
         console.print(f"note: {note}")

@@ -58,7 +58,7 @@ def _refuse_fakes(call: FlatCall, tensors: list[Any]) -> None:
     """Raise UsageError for a tensor without content: something kept it while the step was planned."""
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         raise UsageError(
-            f"{call.name} works with a tensor that was made while its step was planned on tensors without content, and "
+            f"{call.name} works with a placeholder (fake) tensor that was made while its step was planned, and "
             f"kept outside of the model's modules (by functools.cache?): make it in __init__, or by a forward before "
             f"prepare"
         )

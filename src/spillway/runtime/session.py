@@ -315,8 +315,8 @@ class Session:
         """Raise UsageError for the backward of a forward whose activations are gone."""
         if step_number != self.step_number or not self._in_step:
             raise UsageError(
-                "backward came for the loss of an earlier forward: run loss.backward() before the next forward, or, "
-                "where a loss needs several, prepare a module whose forward calls the model as often and returns it"
+                "backward() was called on the loss of an earlier forward: call it before the next forward, or, if a "
+                "loss needs several forwards, prepare one module that makes them and returns the loss"
             )
 
     @property

@@ -102,8 +102,8 @@ def _run_frozen(session: "Session", index: int, call: FlatCall, tensors: list[to
     """A call that has no backward: all is frozen in it and before it. Raises UsageError where that is not so."""
     if any(tensor.requires_grad for tensor in tensors):
         raise UsageError(
-            f"{call.name} was given a tensor that needs a gradient, and in the batches before nothing up to there did: "
-            f"let the first batch have all that is trained"
+            f"{call.name} was given a tensor that requires a gradient, but in earlier batches none did: let the first "
+            f"batch exercise everything that is trained"
         )
     shape = session.shape(index)
     streams = session.forks.streams(index)

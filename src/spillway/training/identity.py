@@ -81,8 +81,8 @@ def _refuse_lost_store(directory: Path, store: Path, reporter: Reporter) -> None
     finish_save(directory / "model")
     if steps and (directory / "model" / "config.json").exists():
         raise UsageError(
-            f"{directory / 'model'} is what {steps} steps without saved points have made (--save-total-limit 0), and "
-            f"nothing can go on from there: to start over choose another --output-dir, or remove this one"
+            f"{directory / 'model'} is the result of {steps} steps run without saved points (--save-total-limit 0), so "
+            f"it cannot be resumed: to start over choose another --output-dir, or remove this one"
         )
     if steps:
         reporter.say(f"warning: the {steps} steps in {directory} were never saved: starting over")

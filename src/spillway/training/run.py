@@ -124,7 +124,7 @@ class _Run:
             value, trained = self._forward_and_update(batch, position, learning_rate)
         except SkippedStep as error:
             progress.skip(training.batches.after(position))
-            self._reporter.say(f"warning: {self._batch(position)} is passed over: {error}")
+            self._reporter.say(f"warning: {self._batch(position)} was skipped: {error}")
             return
         except NonFinite as error:
             self._pass_over(error, position)
@@ -182,7 +182,7 @@ class _Run:
         batch = self._batch(position)
         if skips and progress.skipped_in_a_row < _MOST_SKIPPED:
             progress.skip(self._training.batches.after(position))
-            self._reporter.say(f"warning: {batch} is passed over, {progress.skipped} so far: {error}")
+            self._reporter.say(f"warning: {batch} was skipped, {progress.skipped} so far: {error}")
             return
         if session.rest.is_intact:
             self._save_point()
