@@ -41,7 +41,7 @@ def _start_server() -> None:
         os.environ["PYTHONPATH"] = before
 
 
-def start(command: Sequence[str], deadly: "Deadly | None" = None) -> BaseProcess:
+def start(command: Sequence[str], deadly: "Deadly | Counting | None" = None) -> BaseProcess:
     """Run a spillway command in a child."""
     _start_server()
     child = _forks.Process(target=_child, args=(list(command), deadly))
@@ -95,7 +95,32 @@ class Deadly:
         setattr(os, self.name, deadly)
 
 
-def _child(command: list[str], deadly: Deadly | None) -> None:
+class Counting:
+    """Counts the calls of functions of `os` into a file, which is read when the process is over."""
+
+    def __init__(self, names: Sequence[str], file: Path) -> None:
+        self.names, self.file = names, file
+
+    def arm(self) -> None:
+        """In the child."""
+        for name in self.names:
+            setattr(os, name, self._counted(name, getattr(os, name)))
+
+    def _counted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with open(self.file, "a") as file:
+                file.write(f"{name}\n")
+            return original(*args, **kwargs)
+
+        return counted
+
+    def counts(self) -> dict[str, int]:
+        """How often each was called."""
+        called = self.file.read_text().split()
+        return {name: called.count(name) for name in self.names}
+
+
+def _child(command: list[str], deadly: Deadly | Counting | None) -> None:
     from spillway.cli.main import run
 
     torch.set_num_threads(2)

@@ -59,17 +59,23 @@ def test_an_export_that_was_killed_leaves_the_run_whole_and_can_be_repeated(
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_kill_around_any_call_that_makes_something_durable_is_survived(
-    inputs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    killing.measure(command(inputs, tmp_path / "whole", "disk"))
+def test_a_kill_around_calls_that_make_something_durable_is_survived(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    def short(run: Path) -> list[str]:
+        return command(inputs, run, "disk", "--max-steps", "4")
+
+    # Amid the steps, and the last one, which belongs to the model or to what comes after it.
+    kills = {"replace": ((0.5, False), (1.0, True)), "fsync": ((1.0, True),), "fdatasync": ((0.5, False),)}
+    kills["unlink"] = ((1.0, True),)
+    calls = killing.Counting(tuple(kills), tmp_path / "calls")
+    assert killing.finish(killing.start(short(tmp_path / "whole"), calls)) == 0
     expected = killing.outcome(tmp_path / "whole")
-    run = tmp_path / "run"
-    for name in ("replace", "fsync", "fdatasync", "unlink"):
-        for call, before in ((1, True), (1, False), (2, True), (3, False)):
-            killing.finish(killing.start(command(inputs, run, "disk"), killing.Deadly(name, call, before)))
-    assert killing.finish(killing.start(command(inputs, run, "disk"))) == 0
-    assert killing.same(killing.outcome(run), expected)
+    for name, count in calls.counts().items():
+        assert count >= 3
+        for share, before in kills[name]:
+            run, deadly = tmp_path / f"{name}-{share}", killing.Deadly(name, int(share * count), before)
+            assert killing.finish(killing.start(short(run), deadly)) == -signal.SIGKILL
+            assert killing.finish(killing.start(short(run))) == 0
+            assert killing.same(killing.outcome(run), expected), (name, share)
 
 
 FILES = (("replace", "step-"), ("replace", "config.json"), ("replace", "saved-step"), ("unlink", "step-"))
