@@ -147,7 +147,7 @@ def timed(step: Callable[[], None]) -> float:
 
 
 def bandwidth(threads: int) -> Callable[[], float]:
-    """Bytes a second, read and written, of the best of a plain copy and of a triad of ours' shape."""
+    """Bytes a second, read and written, of a plain copy."""
     torch.set_num_threads(threads)
     source, target = torch.ones(1 << 27), torch.empty(1 << 27)
     target.copy_(source)

@@ -102,8 +102,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         result = run(Path(directory), tuple(options.rates), options.size)
     if result is None:
-        print("loop devices or cgroup v1 cannot be had here (it takes root): nothing was measured")
-        return 0
+        return exit_code(options.check, ["nothing was measured: loop devices and cgroup v1 take root"])
     together = sum(result.rates)
     print(f"drives          {' and '.join(f'{format_size(rate)}/s' for rate in result.rates)}, each way")
     print(f"shares          {' : '.join(map(str, result.shares))}")

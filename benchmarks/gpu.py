@@ -262,8 +262,13 @@ def misses(part: str, results: list[Result]) -> list[str]:
             found.append(f"8b: {max(shares, default=0.0):.2f} of the ideal, not {IDEAL_TARGET}")
     if part == "peers-8b":
         by_label = {result.case.label: result for result in results}
-        ours = by_label["ours"]
+        ours = by_label.get("ours")
+        if ours is None:
+            return ["8b: ours was not measured"]
         for peer, target in PEER_TARGETS.items():
+            if peer not in by_label:
+                found.append(f"8b: {peer} was not measured")
+                continue
             failed = [result for result in (ours, by_label[peer]) if not result.step_seconds]
             if failed:
                 found.append(f"8b: not compared with {peer}, {failed[0].case.label} failed: {failed[0].error}")

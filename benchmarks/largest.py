@@ -150,6 +150,8 @@ def misses(results: list[Largest]) -> list[str]:
     params = {r.system: r.params for r in results}
     ours = params.get(OURS, 0)
     theirs = {name: count for name, count in params.items() if name not in (OURS, OURS_NARROW)}
+    if OURS in params and not ours:
+        return ["ours trains nothing"]
     return [f"{name} trains {count:,} parameters, ours {ours:,}" for name, count in theirs.items() if 0 < ours < count]
 
 
@@ -163,6 +165,9 @@ def main() -> int:
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
+    if (probe := make_cgroup(given.host)) is None:
+        return exit_code(given.check, ["nothing was measured: without cgroup v1 (it takes root) memory has no limit"])
+    probe.rmdir()
     peers = given.peers or interpreter()
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
         systems = [name for name in commands("", "", 0, 0, peers) if given.only in name]

@@ -97,6 +97,8 @@ def main() -> int:
     print(f"written         {format_size(result.written_bytes)}")
     write_json(options.json, result)
     missed = []
+    if not result.hard_limit:
+        missed.append("no cgroup v1 to limit memory with (it takes root): the budget was not enforced")
     if result.exit_code != 0:
         missed.append(f"the run ended with exit code {result.exit_code}")
     elif result.peak_process_bytes > result.limit_bytes:

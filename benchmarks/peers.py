@@ -232,8 +232,9 @@ def markdown(results: list[Result]) -> str:
 
 
 def misses(results: list[Result]) -> list[str]:
-    """Targets that were not reached."""
-    found = []
+    """Targets that were not reached, and runs of ours that failed."""
+    own = {ours for ours, *_ in TARGETS}
+    found = [f"{r.system} with {r.rows} rows failed: {r.failure}" for r in results if r.failure and r.system in own]
     speed = {(r.system, r.rows, r.throttle): r.tokens_per_s for r in results if not r.failure}
     for (system, rows, throttle), mine in speed.items():
         for ours, theirs, slow, full in TARGETS:

@@ -179,3 +179,40 @@ def test_an_optimizer_there_is_not_is_refused_with_those_there_are(tmp_path: Pat
     trainer = spillway.Trainer(model=llama(), args=arguments(tmp_path, optim="adafactor"), train_dataset=samples(4))
     with pytest.raises(spillway.UsageError, match="optim='adafactor'.* adamw_torch"):
         trainer.train()
+
+
+class Biased(nn.Module):
+    """Parameters whose names and shapes say different things of whether they decay."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.sinks = nn.Parameter(torch.zeros(8))
+        self.down_proj_bias = nn.Parameter(torch.zeros(4, 8))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        found = self.model(input_ids=input_ids, labels=labels)
+        return {"loss": found.loss + (self.sinks * 0.1).sum() + (self.down_proj_bias * 0.1).sum()}
+
+
+def test_what_decays_is_what_the_plain_trainer_decays(tmp_path: Path) -> None:
+    model = Biased(llama())
+    nn.init.ones_(model.sinks)
+    nn.init.ones_(model.down_proj_bias)
+    data = samples(4)
+    plain = transformers.Trainer(copy.deepcopy(model), arguments(tmp_path / "plain"), train_dataset=data)
+    plain.train()
+    with streaming(model, tmp_path / "ours", data) as ours:
+        ours.train()
+        trained = read_parameters(model)
+    for name, param in plain.model.named_parameters():
+        torch.testing.assert_close(trained[name], param.detach(), rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_what_an_earlier_run_trained_is_evaluated(tmp_path: Path) -> None:
+    data = samples(8)
+    with streaming(llama(), tmp_path, data, placement=DISK) as trainer:
+        trainer.train()
+        expected = trainer.evaluate()["eval_loss"]
+    with streaming(llama(), tmp_path, data, placement={**DISK, "resume": True}) as trainer:
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected)

@@ -1,9 +1,10 @@
 """Plain PyTorch and what it brings: `torch_worker.py '{"how": "plain"|"ideal"|"fsdp2"|"torchao", ...}'`.
 
 plain: everything on the device, bfloat16 weights, fp32 masters, fused AdamW, clipping, blocks recomputed. ideal:
-forward and backward of so many layers on the device and no update, micro-batch by micro-batch: what no offloading can
-beat. fsdp2: fully_shard with CPUOffloadPolicy on one rank. torchao: CPUOffloadOptimizer around fused AdamW; without
-clipping, for its gradients are on their way to the host before backward is over.
+forward and backward of so many layers on the device, whose activations are kept, and no update, micro-batch by
+micro-batch: what no offloading can beat. fsdp2: fully_shard with CPUOffloadPolicy on one rank. torchao:
+CPUOffloadOptimizer around fused AdamW; without clipping, for its gradients are on their way to the host before backward
+is over.
 """
 
 import json
@@ -22,7 +23,8 @@ if device == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(given["device_bytes"] / whole, 1.0))
 model = make_model(given["shape"], "cpu" if how == "fsdp2" else device, given.get("layers"))
 model.train()
-model.gradient_checkpointing_enable()
+if how != "ideal":
+    model.gradient_checkpointing_enable()
 params = [param for param in model.parameters() if param.requires_grad]
 
 

@@ -55,7 +55,8 @@ class TrainerMixin:
     Besides the trainer's own arguments: `store`, one or more directories on fast drives (by default `store` in the
     output directory), `device_memory`, `host_memory`, `disk_memory` and `micro_batch` as in `spillway.prepare`;
     `rule`: spillway.AdamW, Lion or SGD, in the place of what TrainingArguments say of the optimizer; `placement`:
-    further arguments of `spillway.prepare` (update=, activations=, weights=, states=, policy=).
+    further arguments of `spillway.prepare` (update=, activations=, weights=, states=, policy=, or resume=True to
+    evaluate what an earlier run has trained).
 
     The model is one from `spillway.load`, or any in memory. Optimizer, learning rate, weight decay, clipping,
     accumulation and label smoothing are those of TrainingArguments, to the same results. Activations are recomputed or
@@ -131,10 +132,19 @@ class TrainerMixin:
                 device=self.args.device.type,
                 gradient_accumulation_steps=self.args.gradient_accumulation_steps,
                 label_smoothing=self.args.label_smoothing_factor,
-                resume=self._resumes,
-                **self._where,
+                **{"param_groups": () if self._rule else self._groups(), "resume": self._resumes, **self._where},
             )
         return prepared(self.model)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """What decays and what does not, as transformers has it: by names and kinds of modules."""
+        decays = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
+        trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
+        groups = (
+            {"params": [param for name, param in trained if name in decays], "weight_decay": self.args.weight_decay},
+            {"params": [param for name, param in trained if name not in decays], "weight_decay": 0.0},
+        )
+        return [group for group in groups if group["params"]]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The streaming one."""

@@ -242,7 +242,7 @@ def _compute_again_as_planned(model: transformers.PreTrainedModel, session: Sess
 
 
 def _train_without_cache(model: transformers.PreTrainedModel, session: Session) -> None:
-    """Unless it is asked for one. A backward that computes a block again would add its keys to the cache once more."""
+    """A backward that computes a block again would add its keys to the cache once more."""
     signature = inspect.signature(model.forward)
     if "use_cache" not in signature.parameters:
         return
@@ -250,8 +250,14 @@ def _train_without_cache(model: transformers.PreTrainedModel, session: Session) 
     def turn_off(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not torch.is_grad_enabled() or "use_cache" in signature.bind_partial(*args, **kwargs).arguments:
+        if not torch.is_grad_enabled():
             return None
-        return args, {**kwargs, "use_cache": False}
+        given = signature.bind_partial(*args, **kwargs).arguments
+        if given.get("use_cache"):
+            raise UsageError(
+                "use_cache=True was asked for in a forward with gradients, whose backward would add to the cache once "
+                "more: leave it out, or run the forward under torch.no_grad()"
+            )
+        return None if "use_cache" in given else (args, {**kwargs, "use_cache": False})
 
     session.on_undo.append(model.register_forward_pre_hook(turn_off, with_kwargs=True).remove)

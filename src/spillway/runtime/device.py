@@ -193,14 +193,13 @@ class CudaDevice:
     def copy(self, lane: str, moves: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Blocks the lane's thread, once for all, not the GPU and not the interpreter."""
         stream = self._streams[lane]
-        with torch.cuda.stream(stream):
+        with self.lane(lane):
             for target, source in moves:
                 host = source if target.is_cuda else target
                 if host.is_cuda or self._is_pinned(host) or host.numel() * host.element_size() == 0:
                     target.copy_(source, non_blocking=True)
                 else:
                     self._copy_through_ring(lane, stream, target, source)
-            _pass(stream)
 
     @contextmanager
     def lane(self, lane: str) -> Iterator[None]:
