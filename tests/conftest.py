@@ -19,6 +19,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests that are not for a GPU do the same where there is one: "auto" is the CPU, also in their children."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "gpu" not in request.keywords:
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

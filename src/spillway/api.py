@@ -25,6 +25,7 @@ from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
 from spillway.spec.plan import LAST_POINT, KeepPoints
 from spillway.spec.state import EXACT
+from spillway.spec.trace import StepResult
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -334,7 +335,7 @@ def _read(session: Session, names: set[str]) -> dict[str, torch.Tensor]:
     }
 
 
-def _finish(model: nn.Module, optimizer: StreamingOptimizer) -> Any:
+def _finish(model: nn.Module, optimizer: StreamingOptimizer) -> StepResult:
     parts = prepared(model)
     result = parts.session.finish()
     optimizer.advanced()

@@ -191,7 +191,7 @@ class TrainerMixin:
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         result = self._streaming.last_result if self._streaming is not None else None
-        known = getattr(result, "grad_norm", None)
+        known = None if result is None or result.skipped else result.grad_norm
         super()._maybe_log_save_evaluate(tr_loss, known, *args, **kwargs)  # type: ignore[misc]
 
     # Checkpoints #

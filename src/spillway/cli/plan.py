@@ -13,6 +13,7 @@ from spillway.cli.pictures import PICTURES, check_picture
 from spillway.spec.errors import UsageError
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
+from spillway.spec.sizes import format_seconds
 
 if TYPE_CHECKING:
     from spillway.planning.question import Question
@@ -100,12 +101,21 @@ def plan_command(
 
 
 def _say_largest(question: "Question", reporter: "Reporter", as_json: bool) -> None:
-    from spillway.planning.curves import largest
+    from spillway.planning.curves import largest, plan_of_blocks
 
     with reporter.counting("searching"):
         layers, params = largest(question)
-    text = f"{params / 1e9:.1f}B parameters: {layers} blocks of this width fit {question.machine.name}"
-    click.echo(json.dumps({"layers": layers, "params": params})) if as_json else reporter.say(text)
+        plan = plan_of_blocks(question, layers)
+    if as_json:
+        found = {"layers": layers, "params": params, "step_seconds": plan.step_seconds, "notes": plan.notes}
+        click.echo(json.dumps(found))
+        return
+    reporter.say(
+        f"{params / 1e9:.1f}B parameters: {layers} blocks of this width fit {question.machine.name}, "
+        f"{format_seconds(plan.step_seconds)} a step"
+    )
+    for note in plan.notes:
+        reporter.say(f"note: {note}")
 
 
 def _say_sweep(question: "Question", axis: str, chart: str | None, reporter: "Reporter", as_json: bool) -> None:

@@ -1,1 +1,1 @@
-"""AdamW over the store: its settings, its arithmetic, and the torch.optim.Optimizer the user holds."""
+"""AdamW, Lion and SGD over the store: its settings, its arithmetic, and the torch.optim.Optimizer the user holds."""

@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,18 +14,12 @@ from spillway.optim.config import Rule
 from spillway.optim.groups import NamedGroup
 from spillway.optim.update import Hyper
 from spillway.spec.errors import NonFinite, SkippedStep, UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """In the place of the result of a step that was not made."""
-
-    reason: str
-    skipped: bool = True
+from spillway.spec.trace import StepResult
 
 
 class StreamingOptimizer(torch.optim.Optimizer):
-    """AdamW whose states rest in the store. Its parameters are placeholders: they have shapes and names, no values.
+    """AdamW, Lion or SGD, whose states rest in the store. Its parameters are placeholders: they have shapes and names
+    and no values.
 
     The update runs during `loss.backward()`, or unit by unit in the next forward, as the plan says; `step()` ends the
     step either way, and whatever looks at the model next sees it whole. The learning rate in force is the one in
@@ -38,7 +32,7 @@ class StreamingOptimizer(torch.optim.Optimizer):
         settings: Rule,
         params: dict[str, nn.Parameter],
         loss_scale: LossScale,
-        finish: Callable[[], Any],
+        finish: Callable[[], StepResult],
         drop_gradients: Callable[[], None],
         first_step: int = 0,
         own_groups: Sequence[NamedGroup] = (),
@@ -55,7 +49,7 @@ class StreamingOptimizer(torch.optim.Optimizer):
         shared = {name: getattr(settings, name) for name in ("lr", "betas", "eps", "weight_decay")}
         super().__init__(groups, shared)
         self.num_steps = first_step
-        self.last_result: Any = None
+        self.last_result = StepResult()
         self.loss_scale = loss_scale
         self.skipped_steps = 0
         self._is_scaled = False  # a loss of this step was
@@ -112,7 +106,7 @@ class StreamingOptimizer(torch.optim.Optimizer):
                 raise
             self.loss_scale.overflowed()
             self.skipped_steps += 1
-            self.last_result = Skipped(str(error))
+            self.last_result = StepResult(skipped=True, reason=str(error))
             warnings.warn(
                 f"step {self.num_steps + 1} is skipped, {self.skipped_steps} so far: gradients overflow; the loss "
                 f"scale is now {self.loss_scale.value:g}",

@@ -6,8 +6,6 @@ from spillway.spec.errors import invariant
 from spillway.spec.plan import Op, Pool
 
 NO_UNIT = -1
-HOME = "home"
-WRITTEN = "written"  # the unit as it was written last, in this step or before
 
 
 @dataclass(slots=True)

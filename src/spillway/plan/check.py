@@ -9,7 +9,7 @@ progress, whatever the timing.
 """
 
 from spillway.spec.errors import InvariantError, invariant
-from spillway.spec.plan import GROUPS, KINDS, LANES, Op, Plan, Pool
+from spillway.spec.plan import GROUPS, HOME, KINDS, LANES, WRITTEN, Op, Plan, Pool
 
 
 def check(plan: Plan) -> None:
@@ -51,7 +51,7 @@ def check_ops(ops: tuple[Op, ...], pools: dict[str, Pool]) -> None:
     invariant(not held, f"the leases {sorted(held)} are never given back")
 
 
-_PLACES = ("", "home", "written")
+_PLACES = ("", HOME, WRITTEN)
 
 
 def _refuse(position: int, op: Op, why: str) -> None:

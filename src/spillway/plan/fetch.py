@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spillway.plan.build import HOME, Builder
+from spillway.plan.build import Builder
 from spillway.plan.pools import SlabNames
 from spillway.plan.updates import Updates
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Placement
+from spillway.spec.plan import HOME, Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ plan.check). Fetches are therefore emitted as early as a slab is free, and no ea
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spillway.plan.build import HOME, Builder
+from spillway.plan.build import Builder
 from spillway.plan.fetch import Fetches, Use
 from spillway.plan.pools import SlabNames, recomputed_flops
 from spillway.plan.updates import Round, Updates
 from spillway.spec.errors import invariant
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Op, Placement, Plan, Pool
+from spillway.spec.plan import HOME, Op, Placement, Plan, Pool
 
 
 class Lowering:

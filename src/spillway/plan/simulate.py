@@ -1,7 +1,7 @@
 """Predicts the trace of a list of operations: the runtime's rules, with rates in place of machines."""
 
 from spillway.spec.hardware import HardwareSpec
-from spillway.spec.plan import LANES, Op, Plan, Pool
+from spillway.spec.plan import HOME, LANES, Op, Plan, Pool
 from spillway.spec.trace import Span, Trace
 
 _OP_SECONDS = 50e-6  # what starting and finishing an operation costs a lane
@@ -54,7 +54,7 @@ class _Simulation:
         flops = hardware.device_flops_per_s
         self._alone = [op.amount / rates.get((op.kind, op.lane), flops) + _OP_SECONDS for op in ops]
         for op in ops:
-            is_written = op.target not in ("", "home")  # in a slab, whose checksums are taken
+            is_written = op.target not in ("", HOME)  # in a slab, whose checksums are taken
             if op.kind == "UPDATE" and op.lane == "update" and is_written:
                 self._alone[op.id] += op.amount / hardware.checksum_params_per_s
         self._waits = [len(op.deps) for op in ops]  # dependencies that are not done

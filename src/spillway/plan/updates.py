@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from spillway.plan.build import HOME, NO_UNIT, WRITTEN, Builder
+from spillway.plan.build import NO_UNIT, Builder
 from spillway.plan.pools import SlabNames
-from spillway.spec.errors import invariant
+from spillway.spec.errors import required
 from spillway.spec.model import ModelProfile, UnitProfile
-from spillway.spec.plan import Placement, UnitPlacement
+from spillway.spec.plan import HOME, WRITTEN, Placement, UnitPlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +158,7 @@ class Updates:
         for start, stop in subgroups(profile.num_trainable, self._plan.subgroup, streamed):
             give = (grads,) if grads != HOME and stop == profile.num_trainable else ()
             at_rest = self._subgroup(unit, start, stop, ready, grads, give, late, slot)
-        invariant(at_rest is not None, f"unit {unit} has nothing to update")
-        if at_rest is None:
-            raise AssertionError
+        at_rest = required(at_rest, f"unit {unit} has nothing to update")
         if where.weights == "device" and where.states != "device":
             return self._refresh(unit, at_rest, late)
         return at_rest

@@ -7,6 +7,7 @@ from spillway.planning.question import Question, asked, with_drives
 from spillway.spec.answers import Help, PlanReport
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Plan
 
 
 def largest(question: Question) -> tuple[int, int]:
@@ -26,6 +27,11 @@ def largest(question: Question) -> tuple[int, int]:
         middle = (low + high) // 2
         low, high = (middle, high) if fit(middle) else (low, middle)
     return low, params_of[0] + (low - 1) * (params_of[1] - params_of[0])
+
+
+def plan_of_blocks(question: Question, layers: int) -> Plan:
+    """The plan of the model with so many blocks. Raises PlanInfeasible."""
+    return question.plan(question.machine, _repeat_blocks(question.profile(layers=2), layers))
 
 
 def largest_as_help(question: Question) -> tuple[Help, ...]:

@@ -1,6 +1,7 @@
 """metrics.jsonl: a line per optimizer step."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def sum_lanes(traces: list[Trace]) -> tuple[dict[str, float], dict[str, float]]:
+def sum_lanes(traces: Sequence[Trace]) -> tuple[dict[str, float], dict[str, float]]:
     """Busy seconds and moved bytes per lane over the traces of one optimizer step."""
     busy: dict[str, float] = {}
     moved: dict[str, float] = {}

@@ -11,11 +11,11 @@ from spillway.model.binding import bound
 from spillway.model.units import Unit
 from spillway.runtime.device import Device
 from spillway.runtime.executor import Executor
-from spillway.runtime.lanes import HOME, LaneWorker, StepState
+from spillway.runtime.lanes import LaneWorker, StepState
 from spillway.runtime.schedules import Schedule
 from spillway.runtime.window import Gradients, leaves, sums_of
 from spillway.spec.errors import UsageError, invariant
-from spillway.spec.plan import Op
+from spillway.spec.plan import HOME, Op
 from spillway.store.arena import SlabPools
 from spillway.store.placed import PlacedStore
 

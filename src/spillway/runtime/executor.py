@@ -46,7 +46,6 @@ class Executor:
         self._running = 0
         self._list_number = 0
         self._error: BaseException | None = None
-        self._failed: Op | None = None
         self._told = False  # of the error
         self._abandoned = True
         self._closed = False
@@ -75,7 +74,7 @@ class Executor:
             self._first_mark = self._device.mark()
             self._compute = [op for op in ops if op.lane == "compute"]
             self._next_compute = 0
-            self._error = self._failed = None
+            self._error = None
             self._told = False
             self._abandoned = False
             self._spans = []
@@ -89,9 +88,9 @@ class Executor:
         """Whether no list is under way."""
         return self._running == 0 and self._next_compute == len(self._compute)
 
-    def find_late(self, kind: str) -> Op | None:
-        """The first operation of that kind that belongs to the step before."""
-        return next((op for op in self._ops if op.kind == kind and op.late), None)
+    def late_commit(self) -> Op | None:
+        """The COMMIT of the step before, where that is in this list."""
+        return next((op for op in self._ops if op.kind == "COMMIT" and op.late), None)
 
     @property
     def seconds(self) -> float:
@@ -227,7 +226,7 @@ class Executor:
         except BaseException as error:
             with self._changed:
                 if self._error is None:
-                    self._error, self._failed = error, op
+                    self._error = error
                 self._abandoned = True
                 self._changed.notify_all()
             return False
@@ -263,6 +262,6 @@ class Executor:
             self._changed.notify_all()
 
     def _raise_failure(self) -> None:
-        if self._error is not None and self._failed is not None:
+        if self._error is not None:
             self._told = True
             raise self._error

@@ -10,14 +10,12 @@ from spillway.optim.clip import Clipping
 from spillway.optim.update import Hyper, StateRange, laid_in, sum_squares, update_range
 from spillway.runtime.device import Device
 from spillway.runtime.held import Outgoing
-from spillway.spec.errors import NonFinite, invariant
-from spillway.spec.plan import Op
+from spillway.spec.errors import NonFinite, required
+from spillway.spec.plan import HOME, Op
 from spillway.spec.sizes import PAGE, align
 from spillway.store.arena import SlabPools
 from spillway.store.disk import Extent
 from spillway.store.homes import Homes, SlabRange, UnitHome
-
-HOME, WRITTEN = "home", "written"
 
 
 @dataclass(slots=True)
@@ -97,10 +95,7 @@ class LaneWorker:
         return op.late and (self.step.late is None or op.unit not in self.step.late.units)
 
     def _buffer(self, lease: str) -> torch.Tensor:
-        invariant(self.pools is not None, "no step is under way")
-        if self.pools is None:
-            raise AssertionError
-        return self.pools.buffer(lease)
+        return required(self.pools, "no step is under way").buffer(lease)
 
     # Weights #
 
@@ -120,12 +115,11 @@ class LaneWorker:
             return
         if self._skips(op):
             return
-        invariant(source is not None and target is not None, f"unit {op.unit} has no weights to upload")
-        if source is not None and target is not None:
-            size = home.layout.weight_bytes
-            if op.target == HOME and not op.late:
-                self.step.in_place = True
-            self._device.copy("upload", [(target[:size], source[:size])])
+        source, target = (required(part, f"unit {op.unit} has no weights to upload") for part in (source, target))
+        size = home.layout.weight_bytes
+        if op.target == HOME and not op.late:
+            self.step.in_place = True
+        self._device.copy("upload", [(target[:size], source[:size])])
 
     # Activations #
 
@@ -160,10 +154,9 @@ class LaneWorker:
             return  # autograd did not reach this unit
         source = home.device_grad if op.source == HOME else self._buffer(op.source)
         target = home.grad if op.target == HOME else self._buffer(op.target)
-        invariant(source is not None and target is not None, f"unit {op.unit} has no gradient to download")
-        if source is not None and target is not None:
-            size = home.layout.grad_bytes
-            self._device.copy("download", [(target[:size], source[:size])])
+        source, target = (required(part, f"unit {op.unit} has no gradient to download") for part in (source, target))
+        size = home.layout.grad_bytes
+        self._device.copy("download", [(target[:size], source[:size])])
         if not (op.target != HOME and home.grad is not None):
             home.has_grad = True
 
@@ -193,10 +186,9 @@ class LaneWorker:
         if not home.has_grad:
             return
         grad = self._grad_at(op, home)
-        invariant(grad is not None, f"unit {op.unit} has no gradient at rest")
-        if grad is None:
-            return
-        elements = grad[: home.layout.grad_bytes].view(home.layout.dtype)[: home.layout.num_trainable]
+        elements = required(grad, f"unit {op.unit} has no gradient at rest")[: home.layout.grad_bytes].view(
+            home.layout.dtype
+        )[: home.layout.num_trainable]
         with self._device.lane(op.lane):
             total = sum_squares(elements, self._threads)
         if not math.isfinite(total) and self.step.non_finite is None:  # what comes later has it from the first one
@@ -214,9 +206,9 @@ class LaneWorker:
             )
 
     def _write_grad(self, op: Op, home: UnitHome) -> None:
-        invariant(home.spill is not None, f"unit {op.unit} has no room on disk for its gradient")
-        if home.spill is not None and home.has_grad:
-            move = (home.spill, self._buffer(op.source)[: home.spill.num_bytes])
+        spill = required(home.spill, f"unit {op.unit} has no room on disk for its gradient")
+        if home.has_grad:
+            move = (spill, self._buffer(op.source)[: spill.num_bytes])
             self._homes.need_disk().write_all(self._homes.write_engine, [move])
 
     # Updates #

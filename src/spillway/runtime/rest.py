@@ -74,7 +74,7 @@ class Rest:
     def run_out(self) -> None:
         """Of a step that is given up: the updates of the one before it."""
         executor = self._engine.executor
-        commit = executor.find_late("COMMIT")
+        commit = executor.late_commit()
         if commit is not None and self._engine.step.late is not None and not executor.has_failed:
             executor.run_out(commit)
 
@@ -123,7 +123,7 @@ class Rest:
         """Whether weights at rest are those of the last step; waits for that where backward may still come. Not where
         a forward was left half way."""
         executor, step = self._engine.executor, self._engine.step
-        commit = executor.find_late("COMMIT")
+        commit = executor.late_commit()
         if commit is None or step.late is None or step.at_rest:
             return True
         following = executor.upcoming_compute()

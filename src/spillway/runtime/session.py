@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,18 +30,8 @@ from spillway.runtime.unit import SideOutputs, returned_alone, run_in_step, stan
 from spillway.runtime.window import Gradients, bind_residents, unbind_residents, weight_views
 from spillway.spec.errors import UsageError
 from spillway.spec.model import ModelProfile
-from spillway.spec.trace import Trace
+from spillway.spec.trace import StepResult
 from spillway.store.placed import PlacedStore
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What one optimizer step did."""
-
-    grad_norm: float
-    wary: bool  # by the plan's `wary_ops`
-    traces: list[Trace] = field(default_factory=list)
-    skipped: bool = False
 
 
 class Session:
@@ -69,7 +58,6 @@ class Session:
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.rounds = Rounds(accumulation)
         self.rest = Rest(self.engine, self.rounds)
-        self.result: StepResult | None = None
         self.hypers: Callable[[], list[Hyper]] = list
         self.clipping = Clipping()
         self.loss_scale = LossScale()
@@ -374,10 +362,10 @@ class Session:
         self.rest.note()
         wary = engine.step.own.sweeping
         self.rest.note_step()
-        self.result = StepResult(engine.step.grad_norm(), wary, self.rounds.traces)
+        result = StepResult(engine.step.grad_norm(), wary, tuple(self.rounds.traces))
         self.rounds.start_anew()
         engine.forget_gradients()
-        return self.result
+        return result
 
     def drop_gradients(self) -> None:
         """Begin the step under way anew. Raises UsageError where a part of it cannot be dropped any more."""

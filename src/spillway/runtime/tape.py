@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.operators import class_of
 from spillway.runtime.held import Held
-from spillway.spec.errors import UsageError, invariant
+from spillway.spec.errors import UsageError, required
 from spillway.spec.sizes import PAGE, align
 
 
@@ -164,10 +164,7 @@ class Replayer(TorchDispatchMode):
         kwargs = kwargs or {}
         if class_of(func, args, kwargs) not in self._classes:
             return func(*args, **kwargs)
-        output = next(self._left, None)
-        invariant(output is not None, f"backward runs {func}, which the forward of the unit did not")
-        if output is None:
-            raise AssertionError
+        output = required(next(self._left, None), f"backward runs {func}, which the forward of the unit did not")
         if output.func is not func:
             raise UsageError(
                 f"the forward of a unit ran {output.func} where its backward runs {func}: keep settings that choose "

@@ -1,6 +1,10 @@
 """Errors a user can meet: one sentence saying what happened, where, and what to do; each kind has an exit code."""
 
+from typing import TypeVar
+
 from spillway.spec.plan import TierPeaks
+
+T = TypeVar("T")
 
 
 class SpillwayError(Exception):
@@ -78,6 +82,13 @@ class BudgetWarning(UserWarning):
 
 class InvariantError(AssertionError):
     """A promise inside Spillway was broken: a bug of ours, never of the user."""
+
+
+def required(value: T | None, message: str) -> T:
+    """The value, which is there. Raises InvariantError where it is not."""
+    if value is None:
+        raise InvariantError(message)
+    return value
 
 
 def invariant(condition: bool, message: str) -> None:

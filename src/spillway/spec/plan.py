@@ -27,6 +27,10 @@ ACTIVATIONS = ("auto", "recompute", "tape", "keep", "host", "disk")
 # the next forward.
 UPDATE_MODES = ("serial", "overlap-naive", "overlap", "deferred")
 
+# Where an operation reads or writes that is no slab: the unit's resting place in the store, and the unit as it was
+# written last, in this step or before.
+HOME, WRITTEN = "home", "written"
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -53,9 +57,8 @@ class Op(NamedTuple):
     make.)
 
     `take` names (pool, lease) pairs acquired when it starts, `give` the leases returned when it ends. `source` and
-    `target` name the leases it reads from and writes to; "home" is the unit's resting place in the store, "written"
-    what this step has written there. `start` and `stop` bound the elements of a subgroup of the unit (UPDATE and the
-    READ and WRITE of its state).
+    `target` name the leases it reads from and writes to, or HOME or WRITTEN. `start` and `stop` bound the elements of a
+    subgroup of the unit (UPDATE and the READ and WRITE of its state).
     """
 
     id: int

@@ -1,5 +1,6 @@
 """What a step did, measured by the runtime's recorder or predicted by the simulator: the same type."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -38,3 +39,15 @@ class Trace:
             if span.lane in ("upload", "download", "read", "write"):
                 moved[span.lane] = moved.get(span.lane, 0.0) + span.amount
         return moved
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did: the global norm of its gradients before clipping, whether it waited for that norm
+    (by the plan's `wary_ops`), and a trace for each of its lists. `skipped`: it was not made, for this `reason`."""
+
+    grad_norm: float = math.nan
+    wary: bool = False
+    traces: tuple[Trace, ...] = ()
+    skipped: bool = False
+    reason: str = ""

@@ -7,7 +7,7 @@ import torch
 
 from spillway.native import DiskEngine
 from spillway.optim.update import StateRange
-from spillway.spec.errors import DiskError, invariant
+from spillway.spec.errors import DiskError, invariant, required
 from spillway.spec.plan import UnitPlacement
 from spillway.spec.sizes import PAGE, align
 from spillway.store.checks import ExtentChecks
@@ -94,9 +94,7 @@ class SlabRange:
         home, moves = self._home, []
         for name, (at, size) in self._places.items():
             base = home.spill if name == "grad" else home.extents[home.current]
-            invariant(base is not None, f"{name} has no place on disk")
-            if base is not None:
-                moves.append((self._extent(name, base), slab[at : at + size]))
+            moves.append((self._extent(name, required(base, f"{name} has no place on disk")), slab[at : at + size]))
         return moves
 
     def weight_reads(self, slab: torch.Tensor) -> list[tuple[Extent, torch.Tensor]]:
@@ -151,11 +149,8 @@ class SlabRange:
                 at = self._places[name][0]
                 return slab[at : at + size]
             whole = resting.get(name)
-            invariant(whole is not None, f"{name} is neither at rest in memory nor in the slab")
-            if whole is None:
-                return torch.empty(0)
             begin = self._bytes(name, self._start)
-            return whole[begin : begin + size]
+            return required(whole, f"{name} is neither at rest in memory nor in the slab")[begin : begin + size]
 
         return self._typed(found)
 
@@ -168,9 +163,7 @@ class SlabRange:
         size = self._bytes("grad", self._stop - self._start)
         at = self._places["grad"][0] if "grad" in self._places else self._bytes("grad", self._start)
         source = slab if "grad" in self._places else grad
-        invariant(source is not None, "the gradient is neither at rest in memory nor in the slab")
-        if source is None:
-            return torch.empty(0)
+        source = required(source, "the gradient is neither at rest in memory nor in the slab")
         return source[at : at + size].view(self._home.layout.dtype)
 
     def _typed(self, found: Callable[[str, int], torch.Tensor]) -> StateRange:
@@ -221,10 +214,7 @@ class Homes:
 
     def need_disk(self) -> StripedDisk:
         """The disk. Raises InvariantError where the plan has none."""
-        invariant(self.disk is not None, "this plan has no store on disk")
-        if self.disk is None:
-            raise AssertionError
-        return self.disk
+        return required(self.disk, "this plan has no store on disk")
 
     def register(self, slabs: torch.Tensor | None) -> None:
         """Tell the lanes' engines which memory they will work on; None before it goes."""
@@ -296,8 +286,8 @@ class Homes:
         if resting is not None:
             return resting[start:stop].cpu()
         part = home.layout.component(name)
-        invariant(part is not None and bool(home.extents), f"unit {unit} has no {name} at rest")
-        offset = 0 if part is None else part.offset
+        invariant(bool(home.extents), f"unit {unit} has no {name} at rest")
+        offset = required(part, f"a unit has no {name}").offset
         begin, end = start // PAGE * PAGE, align(stop, PAGE)
         place = Extent(home.extents[home.current].offset + offset + begin, end - begin)
         self.need_disk().read(self.own_engine, place, staging[: end - begin])

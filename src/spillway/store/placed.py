@@ -9,7 +9,7 @@ import torch
 from spillway import native
 from spillway.plan.memory import extents_of_units, grads_at_home
 from spillway.plan.pools import SlabNames
-from spillway.spec.errors import DiskError, UsageError, invariant
+from spillway.spec.errors import DiskError, UsageError, required
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan, Pool
@@ -66,18 +66,12 @@ class PlacedStore:
     @property
     def homes(self) -> Homes:
         """The units at rest. Raises InvariantError before `open`."""
-        invariant(self._homes is not None, "the store is not open")
-        if self._homes is None:
-            raise AssertionError
-        return self._homes
+        return required(self._homes, "the store is not open")
 
     @property
     def arena(self) -> Arena:
         """Host memory of the store."""
-        invariant(self._arena is not None, "the store is not open")
-        if self._arena is None:
-            raise AssertionError
-        return self._arena
+        return required(self._arena, "the store is not open")
 
     def open(self, plan: Plan, profile: ModelProfile) -> None:
         """Take memory and disk space, then let `on_open` fill the homes."""

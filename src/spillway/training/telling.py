@@ -161,7 +161,7 @@ class Telling:
         """trace.json: the last step beside the one that was predicted."""
         training = self._training
         result, plan = training.optimizer.last_result, training.session.engine.in_force.plan
-        if result is None:
+        if not result.traces:
             return
         names = [unit.name for unit in training.session.units]
         ops = plan.wary_ops if result.wary else plan.ops
