@@ -259,3 +259,9 @@ def test_a_sweep_is_drawn(model: Path, tmp_path: Path) -> None:
     command = ["plan", str(model), "--hardware", "rtx4090+990pro+64GB", "--sweep", "batch", "--chart", str(picture)]
     assert run(command) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("flag", "meant"), (("--lr", "--learning-rate"), ("--bf16", "--dtype bfloat16")))
+def test_options_of_other_tools_lead_to_ours(flag: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "model", "data.txt", flag, "1"]) == 2
+    assert f"Did you mean {meant}" in capsys.readouterr().err

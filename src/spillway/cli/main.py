@@ -14,6 +14,21 @@ from spillway.cli.train import train_command
 from spillway.cli.verify import verify_command
 from spillway.spec.errors import SpillwayError
 
+# What other tools call options of ours.
+_MEANT = {
+    "--bf16": "--dtype bfloat16 (the default)",
+    "--fp16": "--dtype float16",
+    "--lr": "--learning-rate",
+    "--epochs": "--num-train-epochs",
+    "--batch-size": "--per-device-train-batch-size",
+    "--steps": "--max-steps",
+    "--seq-length": "--max-length",
+    "--max-seq-length": "--max-length",
+    "--gradient-checkpointing": "--activations (the plan decides by default)",
+    "--resume": "the same command again (it resumes by itself)",
+    "--offload": "--weights and --states (the plan decides by default)",
+}
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(spillway.__version__)
@@ -52,6 +67,10 @@ def run(arguments: list[str]) -> int:
         return code if isinstance(code, int) else 0
     except SpillwayError as error:
         return _fail(str(error), error.exit_code, arguments)
+    except click.NoSuchOption as error:
+        hint = _MEANT.get(error.option_name)
+        also = f" Did you mean {hint}?" if hint else ""
+        return _fail(error.format_message() + also, 2, arguments)
     except click.ClickException as error:
         return _fail(error.format_message(), 2, arguments)
     except (click.Abort, KeyboardInterrupt):

@@ -38,10 +38,11 @@ _SMALLEST_VISIT = 1 << 18
 _WIDELY = 24
 # And those of no more units piece by piece.
 _CLIMBED = 4
-# Plans of larger ones are compared with their units updated in so many parts; between the best so many, their whole
-# lists decide.
+# Plans of larger ones are compared with their units updated in so many parts; between the best so many that are so near
+# to each other, their whole lists decide.
 _PARTS = 2
 _FINALISTS = 2
+_NEAR = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,8 @@ class _Search:
         """The fastest plan that was found."""
         best = self._find()
         if self._is_large:
-            finalists = [candidate for _, candidate in nsmallest(_FINALISTS, self._timed, key=itemgetter(0))]
+            known = nsmallest(_FINALISTS, self._timed, key=itemgetter(0))
+            finalists = [candidate for seconds, candidate in known if seconds <= _NEAR * known[0][0]]
             best = min((self._time_as(candidate, candidate.placement) for candidate in finalists), key=_seconds)
         return self._with_streams(self._with_more_slabs(best))
 

@@ -28,7 +28,7 @@ from spillway.model.profile import (
 from spillway.model.units import Unit
 from spillway.model.work import Work, measure_work
 from spillway.runtime.buffers import nothing_kept
-from spillway.runtime.calls import rng_kept
+from spillway.runtime.calls import own_copy, rng_kept
 from spillway.runtime.device import Device
 from spillway.runtime.window import leaves
 from spillway.spec.errors import UsageError
@@ -136,18 +136,20 @@ class Schedules:
         """A unit's member was called while profiling."""
         if self._profiler is None:
             raise AssertionError("no forward is being profiled")
-        with ExitStack() as stack:
-            slot = stack.enter_context(self._on_demand(call.unit))[0] if self._is_real else None
-            if not torch.is_grad_enabled():
-                self._calls_beside = True
-                return call.run()
-            if slot is None:
-                return self._profiler.call(call)
-            unit = self._units[call.unit]
-            params = leaves(unit, slot)
-            stack.enter_context(bound(unit, params, self._placeholders))
-            self._profiler.weights.add(storage_of(slot))
-            return self._profiler.call(call, self._real_work(call, params))
+        is_beside = not torch.is_grad_enabled()
+        self._calls_beside |= is_beside
+        if not self._is_real:
+            return call.run() if is_beside else self._profiler.call(call)
+        with self._on_demand(call.unit) as (slot, _):
+            result = call.run() if is_beside else self._profile_real_call(self._profiler, call, slot)
+            return tree_map_only(torch.Tensor, lambda output: own_copy(output, slot), result)
+
+    def _profile_real_call(self, profiler: Profiler, call: UnitCall, slot: torch.Tensor) -> Any:
+        unit = self._units[call.unit]
+        params = leaves(unit, slot)
+        with bound(unit, params, self._placeholders):
+            profiler.weights.add(storage_of(slot))
+            return profiler.call(call, self._real_work(call, params))
 
     def _profile(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Hashable, ...]

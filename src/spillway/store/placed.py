@@ -59,7 +59,8 @@ class PlacedStore:
         self._buffers: dict[str, list[torch.Tensor]] = {}
         self._device_buffers: dict[str, list[torch.Tensor]] = {}
         self._names: SlabNames | None = None
-        self._lone: Arena | None = None  # room for a unit that is wanted while no slabs are laid out
+        self._lone: Arena | None = None  # host memory for a unit that is wanted while no slabs are laid out
+        self._lone_slot: torch.Tensor | None = None  # and device memory
         self.pools: SlabPools | None = None
         self.on_open: Callable[[PlacedStore, Plan], None] | None = None
 
@@ -95,7 +96,7 @@ class PlacedStore:
     def lay_slabs(self, plan: Plan) -> None:
         """Cut the rest of the arena into the plan's pools; nothing may be leased, and no one may hold the slabs of the
         plan before: there is no room for both."""
-        self._lone = None
+        self._lone = self._lone_slot = None
         if plan.pools == self._laid:
             self.pools = SlabPools(plan.pools, self._buffers)
             return
@@ -180,7 +181,7 @@ class PlacedStore:
         size = home.layout.weight_bytes
         named = self._names is not None and not beside_step
         slots = self._buffers.get(self._names.slot(unit), []) if self._names and named else []
-        slot = into if into is not None else slots[0] if slots else self._on_device(size)
+        slot = into if into is not None else slots[0] if slots else self._by_itself()[:size]
         parts = [(0, size)] if ranges is None else list(ranges)
         if home.weight is not None:
             for start, stop in parts:
@@ -202,12 +203,19 @@ class PlacedStore:
             slot[start:stop].copy_(slab[start:stop])
         return slot
 
+    def _by_itself(self) -> torch.Tensor:
+        """Device memory for any unit; taken once, for a model may ask for units beside every step."""
+        if self._lone_slot is None:
+            self._lone_slot = self._on_device(max(layout.weight_bytes for layout in self._layouts))
+        return self._lone_slot
+
     def close(self) -> None:
         """Give everything back."""
         self._make_slow()
         self._unpin_residents()
         self._unpin_residents = _nothing
-        self.pools, self._buffers, self._device_buffers, self._lone = None, {}, {}, None
+        self.pools, self._buffers, self._device_buffers = None, {}, {}
+        self._lone = self._lone_slot = None
         if self._homes is not None:
             self._homes.close()
             self._homes = None
