@@ -409,3 +409,14 @@ def test_an_ignored_hang_up_stays_ignored() -> None:
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_the_process_stays_within_the_memory_it_was_given(data: Path, tmp_path: Path) -> None:
+    """All of it, libraries included; the states alone would take more."""
+    big = directories.make_model(tmp_path / "llama", hidden_size=768, intermediate_size=3072, num_hidden_layers=6)
+    flags = ["--host-memory", "850MB", "--max-steps", "4", "--dtype", "float32", "--json"]
+    command = [sys.executable, "-m", "spillway", *arguments(big, data, tmp_path / "run", *flags)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    summary = json.loads(done.stdout)
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["peaks"]["disk"] > 0 and summary["measured_peaks"]["host"] <= 850e6

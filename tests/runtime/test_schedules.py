@@ -171,3 +171,18 @@ def test_a_block_that_mixes_rows_in_one_of_its_outputs_is_not_cut_into_micro_bat
     shapes = prepared(model).session.schedules.of((x,), {}).shapes
     assert all(shape.chunks == 1 for shape in shapes)
     spillway.close(model)
+
+
+def test_the_number_of_items_in_a_batch_is_no_other_kind_of_batch() -> None:
+    model, optimizer = spillway.prepare(models.llama(), spillway.SGD(lr=0.1, momentum=0.0), device="cpu")
+    plain, seen = models.llama(), set()
+    for count in (30, 31, 32):
+        batch = models.batch("llama", 0)
+        loss = model(**batch, num_items_in_batch=count).loss
+        loss.backward()
+        optimizer.step()
+        seen.add(id(prepared(model).session.engine.schedule))
+        if count == 30:
+            torch.testing.assert_close(loss.item(), plain(**batch, num_items_in_batch=count).loss.item())
+    assert len(seen) == 1
+    close(model)

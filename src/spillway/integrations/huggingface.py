@@ -222,6 +222,7 @@ def adapt(model: nn.Module, called: nn.Module, session: Session, label_smoothing
     if not isinstance(model, transformers.PreTrainedModel):
         return
     _compute_again_as_planned(model, session)
+    _count_in_a_tensor(called, session)
     for part in model.modules():
         if isinstance(part, transformers.PreTrainedModel) and getattr(part.config, "use_cache", False):
             _train_without_cache(part, session)
@@ -239,6 +240,20 @@ def _compute_again_as_planned(model: transformers.PreTrainedModel, session: Sess
     name = "activation" if hasattr(model, "activation_checkpointing_disable") else "gradient"
     getattr(model, f"{name}_checkpointing_disable")()
     session.on_undo.append(getattr(model, f"{name}_checkpointing_enable"))
+
+
+def _count_in_a_tensor(called: nn.Module, session: Session) -> None:
+    """What a loss is divided by: as a number it would make every batch one of another kind, to be planned anew."""
+
+    def put(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        count = kwargs.get("num_items_in_batch")
+        if not isinstance(count, int):
+            return None
+        return args, {**kwargs, "num_items_in_batch": torch.tensor(count, device=session.device.torch_device)}
+
+    session.on_undo.append(called.register_forward_pre_hook(put, with_kwargs=True, prepend=True).remove)
 
 
 def _train_without_cache(model: transformers.PreTrainedModel, session: Session) -> None:

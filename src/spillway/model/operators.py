@@ -1,6 +1,6 @@
 """Classes of operators: which outputs are worth keeping between forward and backward, and what each costs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -84,14 +84,18 @@ class _Found:
 
 
 class OperatorTally(TorchDispatchMode):
-    """Adds up what the operators of one call give and cost. `flops`: of all of them. `sources`: by storage, the inputs
-    of the call that its content comes from; given for the inputs themselves."""
+    """Adds up what the operators of one call give and cost, and follows its `inputs` (by place). `flops`: of all of
+    them."""
 
-    def __init__(self, sources: dict[int, frozenset[int]] | None = None) -> None:
+    def __init__(self, inputs: Mapping[int, torch.Tensor] | None = None) -> None:
         super().__init__()
         self.flops = 0.0
-        self.sources = {} if sources is None else sources
         self._found = _Found()
+        self._places = frozenset(inputs or ())
+        self._sources: dict[int, frozenset[int]] = {}  # by storage: the inputs that its content comes from
+        self._is_lost = False  # something went through a tensor without a storage
+        for place, tensor in (inputs or {}).items():  # several may lie in one
+            self._sources[storage_of(tensor)] = self._sources.get(storage_of(tensor), _NOTHING) | {place}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -102,7 +106,7 @@ class OperatorTally(TorchDispatchMode):
         formula = _formulas().get(func._overloadpacket)
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
         self.flops += flops
-        if self.sources:
+        if self._sources:
             self._trace(func, args, kwargs, result)
         if _makes_something(func):
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -115,11 +119,20 @@ class OperatorTally(TorchDispatchMode):
     def _trace(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.layout is not torch.strided for tensor in (*given, *written)):
+            self._is_lost = True
+            return
         if func._schema.is_mutable and not written:
             written = given
-        found = _NOTHING.union(*(self.sources.get(storage_of(tensor), _NOTHING) for tensor in given))
+        found = _NOTHING.union(*(self._sources.get(storage_of(tensor), _NOTHING) for tensor in given))
         for tensor in written:
-            self.sources[storage_of(tensor)] = found
+            self._sources[storage_of(tensor)] = found
+
+    def sources_of(self, output: torch.Tensor) -> frozenset[int]:
+        """Places of the inputs that a tensor comes from, as far as can be told."""
+        if self._is_lost or output.layout is not torch.strided:
+            return self._places
+        return self._sources.get(storage_of(output), _NOTHING)
 
     def classes(self) -> tuple[OperatorClass, ...]:
         """What was seen, the highest FLOPs per byte first."""

@@ -109,10 +109,7 @@ class Profiler:
                 )
             return tensor
 
-        sources: dict[int, frozenset[int]] = {}
-        for place, tensor in inputs.items():  # several may lie in one storage
-            sources[storage_of(tensor)] = sources.get(storage_of(tensor), frozenset()) | {place}
-        tally = OperatorTally(sources)
+        tally = OperatorTally({place: tensor for place, tensor in inputs.items() if tensor.layout is torch.strided})
         with torch.autograd.graph.saved_tensors_hooks(note, saved_again), tally:
             result = call.run()
         outputs = tensors_by_place(result)
@@ -131,7 +128,7 @@ class Profiler:
             rows,
             call.chunk_rows,
             call if self.is_fake else None,
-            {place: sources.get(storage_of(tensor), frozenset()) for place, tensor in outputs.items()},
+            {place: tally.sources_of(tensor) for place, tensor in outputs.items()},
             any(output.requires_grad for output in outputs.values()),
             work,
         )
