@@ -3,6 +3,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from spillway.hardware import timing
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
@@ -16,6 +18,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What tests measure is not kept for anybody's runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def brief_measurements() -> Iterator[None]:
+    """Plans of tests need no exact rates, and every size of model measures anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "ALONE_SECONDS", 0.02)
+        patch.setattr(timing, "TOGETHER_SECONDS", 0.02)
         yield
 
 

@@ -7,14 +7,17 @@ from collections.abc import Callable
 
 import torch
 
+# How long is measured: work by itself, and beside other work.
+ALONE_SECONDS, TOGETHER_SECONDS = 0.5, 0.2
 
-def usual_seconds(work: Callable[[], object], at_least: float = 0.5) -> float:
+
+def usual_seconds(work: Callable[[], object]) -> float:
     """What a run usually takes (the median of three or more, that together last so long), after one to warm up. The
     best one would be what a step reaches now and then."""
     work()
     seconds: list[float] = []
     began = time.perf_counter()
-    while len(seconds) < 3 or time.perf_counter() - began < at_least:
+    while len(seconds) < 3 or time.perf_counter() - began < ALONE_SECONDS:
         start = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - start)
@@ -39,7 +42,7 @@ def kept_together(
 
     shares: list[float] = []
     for _ in range(3):
-        until, both = time.perf_counter() + max(one_seconds, other_seconds, 0.2), list[float]()
+        until, both = time.perf_counter() + max(one_seconds, other_seconds, TOGETHER_SECONDS), list[float]()
         thread = threading.Thread(target=share, args=(other, until, both))
         thread.start()
         share(one, until, both)
