@@ -95,15 +95,8 @@ def _span_of_turn(record: Record, tokenizer: Any, whole: str, index: int) -> tup
         return _span_of_more(record, tokenizer, whole, index)
     messages = [dict(message) for message in record.messages]
     messages[index]["content"] = _SENTINEL
-    marked = _render(record, tokenizer, messages)
-    before, found, after = marked.partition(_SENTINEL)
-    end = len(whole) - len(after)
-    if not found or not whole.startswith(before) or not whole.endswith(after) or end < len(before):
-        raise DataError(
-            f"{record.where}: the chat template renders message {index + 1} so that its words cannot be found; use a "
-            f"template with {{% generation %}} markers"
-        )
-    return len(before), end
+    before, is_found, after = _render(record, tokenizer, messages).partition(_SENTINEL)
+    return _between(record, whole, before, after if is_found else None, index)
 
 
 def _span_of_more(record: Record, tokenizer: Any, whole: str, index: int) -> tuple[int, int]:
@@ -124,11 +117,16 @@ def _span_of_more(record: Record, tokenizer: Any, whole: str, index: int) -> tup
     if not whole.startswith(before):  # earlier turns are rendered otherwise once later ones follow
         messages[index] = {**turn, **{name: _SENTINEL for name in _REASONING if name in turn}, "content": _SENTINEL}
         before = _render(record, tokenizer, messages).partition(_SENTINEL)[0]
-    end = len(whole) - len(after)
-    if not is_found or not whole.startswith(before) or not whole.endswith(after) or end < len(before):
+    return _between(record, whole, before, after if is_found else None, index)
+
+
+def _between(record: Record, whole: str, before: str, after: str | None, index: int) -> tuple[int, int]:
+    """Where a turn begins and ends in the whole, by what surrounds it. Raises DataError where that does not."""
+    end = len(whole) - len(after or "")
+    if after is None or not whole.startswith(before) or not whole.endswith(after) or end < len(before):
         raise DataError(
-            f"{record.where}: the chat template renders message {index + 1} so that its tool calls or its reasoning "
-            f"cannot be found; use a template with {{% generation %}} markers"
+            f"{record.where}: the chat template renders message {index + 1} so that its words cannot be found; use a "
+            f"template with {{% generation %}} markers"
         )
     return len(before), end
 
