@@ -15,7 +15,7 @@ from spillway.spec.errors import DiskError
 from spillway.spec.sizes import format_size
 from spillway.store.arena import Arena
 
-_DISK_BYTES = 128 << 20
+SCRATCH_BYTES = 128 << 20
 _MOST_SHARES = 8
 
 
@@ -69,11 +69,11 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     finish(target.device if target.is_cuda else source.device)
 
 
-def drive_rates(paths: tuple[Path, ...], room_bytes: int = _DISK_BYTES) -> Drives:
+def drive_rates(paths: tuple[Path, ...], room_bytes: int = SCRATCH_BYTES) -> Drives:
     """Of all paths together, with the engines that training uses. No more than `room_bytes` of host memory, and a
     quarter of what is free on a drive, are taken. Raises DiskError where a path cannot be written."""
     free = min(shutil.disk_usage(path).free for path in paths)
-    num_bytes = whole_mebi(_DISK_BYTES, min(room_bytes, free // 4))
+    num_bytes = whole_mebi(SCRATCH_BYTES, min(room_bytes, free // 4))
     engine, other = DiskEngine(), DiskEngine()
     buffer = Arena(num_bytes).buffer
     buffer.fill_(1)

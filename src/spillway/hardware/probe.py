@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from spillway.hardware.bandwidth import Drives, drive_rates, link_rates, make_directory, whole_mebi
+from spillway.hardware.bandwidth import SCRATCH_BYTES, Drives, drive_rates, link_rates, make_directory, whole_mebi
 from spillway.hardware.block import Block, step_flops
 from spillway.hardware.timing import finish, kept_together, usual_seconds
 from spillway.optim.update import Hyper, StateRange, update_range
@@ -19,7 +19,6 @@ from spillway.store.checks import ExtentChecks
 from spillway.store.layout import lay_out
 
 _COPY_BYTES = 64 << 20
-_DISK_BYTES = 128 << 20
 # Of the block that is measured: wider ones run at the same rate and would only take memory.
 _MAX_HIDDEN, _MAX_ROWS = {"cpu": 1536, "cuda": 4096}, {"cpu": 1024, "cuda": 8192}
 # Values a row of the block takes at its peak, per unit of width.
@@ -57,7 +56,7 @@ def measure(
     links = _once(("links", device, copied), lambda: link_rates(device, copied))
     disk, checksums = Drives(1e18, 1e18, 1.0), 1e18
     if paths:
-        drives, scratch = tuple(path.stat().st_dev for path in paths), whole_mebi(_DISK_BYTES, room_bytes // 8)
+        drives, scratch = tuple(path.stat().st_dev for path in paths), whole_mebi(SCRATCH_BYTES, room_bytes // 8)
         disk = _once(("drives", drives, scratch), lambda: drive_rates(paths, scratch))
         checksums = _once(("checksums", form, elements), lambda: _checksum_rate(form, elements))
     update = _updates_once(cpu, form, elements)
