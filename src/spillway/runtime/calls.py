@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from spillway.model.profile import CallShape, UnitCall
 from spillway.runtime.device import Device
 from spillway.runtime.graph import Graph, Like, Root, bypass
+from spillway.runtime.held import address_of
 from spillway.runtime.tape import Tape
 from spillway.spec.errors import UsageError, invariant
 
@@ -223,7 +224,7 @@ def _settled(output: Any, inputs: list[torch.Tensor], slot: torch.Tensor) -> Any
 
 def own_copy(output: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
     """A tensor that stays as it is when the slot serves another unit."""
-    shares = output.untyped_storage().data_ptr() == slot.untyped_storage().data_ptr()
+    shares = address_of(output) == address_of(slot)
     return output.clone() if shares and output.numel() else output
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from spillway.runtime.held import Held, Outgoing
+from spillway.runtime.held import Held, Outgoing, address_of
 from spillway.runtime.window import Gradients
 from spillway.spec.errors import UsageError
 from spillway.spec.sizes import PAGE, align
@@ -88,9 +88,9 @@ class Graph:
         self._moves = moves
         self._leaves = leaves
         self._device = slot.device
-        self._slot_address = _address(slot)
+        self._slot_address = address_of(slot)
         self._slot_start = slot.storage_offset()
-        self._shared = {_address(tensor) for tensor in shared}
+        self._shared = {address_of(tensor) for tensor in shared}
         self._numbers: dict[int, int] = {}  # address of a storage that is held -> its number
         self._bytes: dict[int, torch.Tensor] = {}  # number -> its bytes, while they are on the device
         self._held: dict[int, list[Held]] = {}  # number -> tensors that lie in it, while they are
@@ -104,7 +104,7 @@ class Graph:
 
     def pack(self, tensor: torch.Tensor) -> Held | _Place:
         """What autograd keeps of a tensor; with its version, for autograd looks at none where others keep for it."""
-        address = _address(tensor)
+        address = address_of(tensor)
         start = tensor.storage_offset() * tensor.itemsize
         if address == self._slot_address:
             return _Place(_SLOT, tensor.dtype, tensor.shape, tensor.stride(), start - self._slot_start)
@@ -136,7 +136,7 @@ class Graph:
                 at += size
         for inputs in self._inputs:
             for tensor in inputs:
-                if _address(tensor) not in self._shared:
+                if address_of(tensor) not in self._shared:
                     # Autograd needs the leaf for its gradient only, and looks at nothing but its shape.
                     tensor.data = tensor.new_empty(1).expand(tensor.shape) if tensor.numel() else tensor.data
         return Outgoing(self.name, moved, held)
@@ -183,10 +183,6 @@ class Graph:
         self._inputs, self._roots, self._bytes, self._held = [], [], {}, {}
         for leaf in self._leaves.values():
             leaf.grad = None
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

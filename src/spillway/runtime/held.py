@@ -30,6 +30,11 @@ class Held:
         return self.tensor
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Of its storage: the same for all that lie in it."""
+    return tensor.untyped_storage().data_ptr()
+
+
 class Outgoing:
     """What of a call is on its way out of the device: tensors to be copied. `held`: those whose bytes they are, which
     nobody may change before. `name`: of the call, for messages."""

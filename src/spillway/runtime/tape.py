@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.operators import class_of
-from spillway.runtime.held import Held
+from spillway.runtime.held import Held, address_of
 from spillway.spec.errors import UsageError, required
 from spillway.spec.sizes import PAGE, align
 
@@ -69,7 +69,7 @@ class Tape:
     def note(self, outputs: list[torch.Tensor]) -> None:
         """These are what the micro-batch gave."""
         for output in outputs:
-            self._parts[-1].returned[_address(output)] = Held.of(output)
+            self._parts[-1].returned[address_of(output)] = Held.of(output)
 
     def release(self, start: int, capacity: int) -> tuple[list[torch.Tensor], list[Held]]:
         """Bytes to be moved away, in the order in which they will lie at whole pages of a slab of `capacity` bytes
@@ -89,7 +89,7 @@ class Tape:
                 offset = leaf.storage_offset() * leaf.itemsize
                 output.leaves[place] = _Moved(at, leaf.dtype, leaf.shape, leaf.stride(), offset)
                 moved.append(content)
-                held += [part.returned[address] for address in [_address(leaf)] if address in part.returned]
+                held += [part.returned[address] for address in [address_of(leaf)] if address in part.returned]
                 at += size
         return moved, held
 
@@ -102,8 +102,8 @@ class Tape:
         UsageError where it was changed."""
         part, self._parts[index] = self._parts[index], _Part()
         for leaf in (leaf for output in part.outputs for leaf in output.leaves):
-            if isinstance(leaf, torch.Tensor) and _address(leaf) in part.returned:
-                part.returned[_address(leaf)].unchanged(self._name)
+            if isinstance(leaf, torch.Tensor) and address_of(leaf) in part.returned:
+                part.returned[address_of(leaf)].unchanged(self._name)
         return Replayer(self.classes, part.outputs, self._slab)
 
 
@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):
             self._outputs.append(output)
             for place, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor):
-                    self._where.setdefault(_address(leaf), []).append((output, place))
+                    self._where.setdefault(address_of(leaf), []).append((output, place))
         return result
 
     def _save_from(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):
     def _copy(self, written: Any) -> None:
         for tensor in written if isinstance(written, (list, tuple)) else [written]:
             if isinstance(tensor, torch.Tensor):
-                for output, place in self._where.pop(_address(tensor), []):
+                for output, place in self._where.pop(address_of(tensor), []):
                     output.leaves[place] = output.leaves[place].clone()
 
 
@@ -180,7 +180,3 @@ class Replayer(TorchDispatchMode):
         if self._slab is None:
             raise AssertionError("a tensor is wanted before it was brought back")
         return leaf.view(self._slab)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
