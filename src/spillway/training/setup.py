@@ -102,6 +102,7 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     parts = prepared(model)
     parts.points.on_commit = lambda step: note_saved(directory, step)
     model.train()
+    _tell_slow_dtype(options, parts, reporter)
     plan = _open(parts, batches, resumed, reporter)
     training = Training(
         options, origins, directory, stores, length, identity, batches, held_out, _count_steps(options, batches), model,
@@ -111,6 +112,16 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     remember_samples(directory, data, own_tokenizer)
     remember_stores(directory, stores)
     return training
+
+
+def _tell_slow_dtype(options: TrainOptions, parts: Prepared, reporter: Reporter) -> None:
+    """On x86 before AVX-512 PyTorch multiplies 16-bit numbers one by one."""
+    on_cpu = parts.session.device.kind == "cpu"
+    if on_cpu and options.dtype != "float32" and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        reporter.say(
+            f"warning: this processor has no fast {options.dtype} and computes it many times slower than float32: "
+            f"--dtype float32"
+        )
 
 
 def _make_directory(directory: Path) -> Path:
