@@ -1,11 +1,13 @@
 """How much memory this process may use, honouring cgroup limits."""
 
+import ctypes
 from pathlib import Path
 
 import psutil
 
 _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
 _UNLIMITED = 1 << 60
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def free_host_bytes() -> int:
@@ -19,6 +21,12 @@ def process_bytes() -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     return int(psutil.Process().memory_info().rss)
+
+
+def trim_heap() -> None:
+    """Give back what was freed between blocks in use and the C library still holds, as far as it can (glibc)."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def _cgroup_files() -> list[tuple[Path, Path, Path]]:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from spillway.hardware.limits import trim_heap
 from spillway.spec.errors import UsageError
 from spillway.spec.options import check_device
 from spillway.spec.sizes import PAGE, format_size
@@ -62,9 +63,6 @@ class Device(Protocol):
 
     def trim(self) -> None:
         """Give back host memory that was freed by what computed and is still held."""
-
-
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class CpuDevice:
@@ -125,9 +123,8 @@ class CpuDevice:
         return 0
 
     def trim(self) -> None:
-        """The holes in the heap, as far as the C library can (glibc)."""
-        if _malloc_trim is not None:
-            _malloc_trim(0)
+        """The holes in the heap."""
+        trim_heap()
 
 
 def _in_turn(_: int) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from spillway.hardware.limits import process_bytes
+from spillway.hardware.limits import process_bytes, trim_heap
 from spillway.model.binding import bound
 from spillway.model.units import Unit
 from spillway.runtime.device import Device
@@ -65,6 +65,7 @@ class Engine:
         """Bring this plan into force: take the memory and the disk space, and load the weights, the first time; cut
         the arena into its slabs. Raises PlanInfeasible and DiskError before anything is computed."""
         if not self.is_open or self._executor is None or self._worker is None:
+            trim_heap()  # of what planning has freed, before memory is taken
             with torch.inference_mode(False):
                 self.store.open(schedule.plan, schedule.profile)
             names = [unit.name for unit in self.units]
