@@ -1,6 +1,6 @@
 """Placements, what they take of each tier, and how many changes of one kind a budget has room for."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,18 +37,18 @@ class Candidates:
         self.request = request
         self.space = space
         self.device_is_host = hardware.device == "cpu"
-        self._kinds = Kinds(model)
+        self.kinds = Kinds(model)
 
     def of(self, placement: Placement, deferred: Collection[int] = (), visiting: Collection[int] = ()) -> Candidate:
         """The placement with the updates of these units left to the next forward, or made on the device."""
         if self.request.fixed is None:
-            placement = replace(placement, units=tuple(self._settled(placement, deferred, visiting)))
-        placed = self._kinds.placed(placement)
-        pools = SlabNames(self.model, placement, placed).all()
+            placement = replace(placement, units=self._settled(placement, deferred, visiting))
+        names = SlabNames(self.model, placement, self.kinds)
+        pools = names.all()
         stored = self.request.has_store
         extents = extents_of_units(placement) if stored else (0,) * len(placement.units)
         process = self.budget.process_bytes
-        tiers = peaks(self.model, placement, pools, process, self.device_is_host, extents, placed)
+        tiers = peaks(self.model, placement, pools, process, self.device_is_host, extents, names.placed)
         return Candidate(placement, pools, tiers)
 
     def fits(self, candidate: Candidate) -> bool:
@@ -59,18 +59,30 @@ class Candidates:
 
     def _settled(
         self, placement: Placement, deferred: Collection[int], visiting: Collection[int]
-    ) -> Iterator[UnitPlacement]:
+    ) -> tuple[UnitPlacement, ...]:
+        """Where each unit rests, and when and where it is updated. Alike ones are one object."""
+        different = {id(where): where for where in placement.units}
+        known: dict[UnitPlacement, UnitPlacement] = {}
         every = self.space.policy.visits
-        known: dict[tuple[UnitPlacement, bool, bool], UnitPlacement] = {}
-        for unit, where in enumerate(placement.units):
-            key = (where, unit in deferred, every or unit in visiting)
-            found = known.get(key)
-            if found is None:
-                trained = where.states != "none"
-                defers = trained and (key[1] or self._must_defer(placement, where))
-                visits = trained and where.states != "device" and key[2]
-                found = known[key] = replace(where, defers=defers, visits=visits)
-            yield found
+
+        def settled(where: UnitPlacement, defers: bool, visits: bool) -> UnitPlacement:
+            trained = where.states != "none"
+            new = replace(
+                where,
+                defers=trained and (defers or self._must_defer(placement, where)),
+                visits=trained and where.states != "device" and (every or visits),
+            )
+            return known.setdefault(new, new)
+
+        choices = {
+            (number, defers, visits): settled(where, defers, visits)
+            for number, where in different.items()
+            for defers in ((False, True) if deferred else (False,))
+            for visits in ((False, True) if visiting else (False,))
+        }
+        return tuple(
+            choices[id(where), unit in deferred, unit in visiting] for unit, where in enumerate(placement.units)
+        )
 
     def _must_defer(self, placement: Placement, where: UnitPlacement) -> bool:
         """Whether a unit leaves its update to the next forward: as all do, or because a guess could not be taken back:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from spillway.plan.pools import Kinds, Placed, stored_bytes
+from spillway.plan.pools import Placed, stored_bytes
 from spillway.spec.model import CallProfile, ModelProfile
 from spillway.spec.plan import Kept, Placement, Plan, Pool, TierPeaks
 
@@ -50,16 +50,17 @@ def extents_of_units(placement: Placement) -> tuple[int, ...]:
     beside the one that the next saved point will name: one more. A unit that is not trained never changes. Where no
     points are saved there is one copy, of what rests on disk."""
     keep = placement.keep
-    on_disk = ["disk" in (where.weights, where.states) for where in placement.units]
     if not keep.last:
-        return tuple(map(int, on_disk))
-    if all(where.states in ("disk", "none") for where in placement.units):
+        return tuple(int("disk" in (where.weights, where.states)) for where in placement.units)
+    different = {id(where): where for where in placement.units}.values()
+    any_on_disk = any("disk" in (where.weights, where.states) for where in different)
+    if all(where.states in ("disk", "none") for where in different):
         trained = keep.last + 1
-    elif any(on_disk):
+    elif any_on_disk:
         trained = keep.last + 2
     else:
         trained = keep.last + 1 if keep.of_memory else 0
-    frozen = 1 if any(on_disk) or keep.of_memory else 0
+    frozen = 1 if any_on_disk or keep.of_memory else 0
     return tuple(frozen if where.states == "none" else trained for where in placement.units)
 
 
@@ -119,11 +120,10 @@ def peaks(
     process_bytes: int,
     device_is_host: bool,
     extents: tuple[int, ...],
-    placed: Placed | None = None,
+    placed: Placed,
 ) -> TierPeaks:
     """Peak bytes per tier. With the CPU as device its memory is host memory too. `extents`: copies of each unit's state
     kept on disk (0 without a store), per unit."""
-    placed = placed or Kinds(model).placed(placement)
     units = [(model.units[first], first, count) for first, count in placed.units]
     resting = [(residents(model, placement, first), count) for _, first, count in units]
     stored = [

@@ -44,6 +44,9 @@ class Kinds:
             )
             for call in model.calls
         )
+        self.weight_classes = size_classes([unit.weight_bytes for unit in model.units])
+        times = Counter(call.unit for call in model.calls)
+        self.called_again = sum(count > 1 for count in times.values())  # units whose calls lie apart
 
     def placed(self, placement: Placement) -> "Placed":
         """Those that are placed alike, too; of calls none where no batch is known."""
@@ -67,25 +70,20 @@ def _numbers(sizes: Iterable[object]) -> list[int]:
 
 
 def _first_and_count(kinds: Iterable[object]) -> list[tuple[int, int]]:
-    found: dict[object, list[int]] = {}
-    for index, kind in enumerate(kinds):
-        entry = found.get(kind)
-        if entry is None:
-            found[kind] = [index, 1]
-        else:
-            entry[1] += 1
-    return [(first, count) for first, count in found.values()]
+    every = list(kinds)
+    return [(every.index(kind), count) for kind, count in Counter(every).items()]
 
 
 class SlabNames:
     """Names of the pool that serves each unit or call, and the pools themselves."""
 
-    def __init__(self, model: ModelProfile, placement: Placement, placed: Placed | None = None) -> None:
+    def __init__(self, model: ModelProfile, placement: Placement, kinds: Kinds | None = None) -> None:
         self._model = model
         self._placement = placement
-        self._placed = placed or Kinds(model).placed(placement)
-        self._classes = size_classes([unit.weight_bytes for unit in model.units])
-        sizes = {first: self.act_bytes(first) for first, _ in self._placed.calls}
+        self._kinds = kinds or Kinds(model)
+        self._classes = self._kinds.weight_classes
+        self.placed = self._kinds.placed(placement)
+        sizes = {first: self.act_bytes(first) for first, _ in self.placed.calls}
         classes = size_classes(list(sizes.values()))
         self._act_classes = dict(zip(sizes.values(), classes, strict=True))
 
@@ -134,8 +132,8 @@ class SlabNames:
             counts[name] = min(counts.get(name, 0) + times, most)
 
         plan, every = self._placement, len(self._model.calls)
-        grad_slots = self._grad_slots_needed()
-        for index, times in self._placed.units:
+        grad_slots = plan.grad_slots + self._kinds.called_again
+        for index, times in self.placed.units:
             unit, where = self._model.units[index], plan.units[index]
             trained = unit.num_trainable > 0 and where.states != "device"
             if where.weights != "device":
@@ -155,17 +153,12 @@ class SlabNames:
             if trained and where.visits:
                 elements = min(plan.subgroup, unit.num_trainable)
                 need("state-slot", "device", state_slab_bytes(elements, self._model.update_bytes), 2, times)
-        for index, times in self._placed.calls:
+        for index, times in self.placed.calls:
             tier, size = plan.acts[index].tier, self.act_bytes(index)
             if tier != "device" and size:
                 need(self.act(index), "host", size, every if tier == "host" else 3, times)
                 need(self.act_slot(index), "device", size, 2, times)
         return tuple(Pool(name, tiers[name], sizes[name], counts[name]) for name in tiers)
-
-    def _grad_slots_needed(self) -> int:
-        """As the plan says, and one for every unit whose calls lie apart."""
-        calls = [call.unit for call in self._model.calls]
-        return self._placement.grad_slots + sum(count > 1 for count in Counter(calls).values())
 
 
 def stored_bytes(call: CallProfile, kept: Kept) -> int:

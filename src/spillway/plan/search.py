@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import accumulate
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 from spillway.plan.bounds import busiest, least_computing, lower_bound
 from spillway.plan.candidates import Candidate, Candidates
@@ -15,16 +15,17 @@ from spillway.plan.check import check
 from spillway.plan.fill import Filler
 from spillway.plan.lower import complete, lower_step
 from spillway.plan.policies import POLICIES
-from spillway.plan.pools import ELEMENT_ALIGNMENT, recomputed_flops, stored_bytes
+from spillway.plan.pools import recomputed_flops, stored_bytes
 from spillway.plan.request import PlanRequest, Space, space_of
 from spillway.plan.simulate import step_seconds
 from spillway.plan.start import Start
 from spillway.plan.swap import outputs
+from spillway.plan.thin import in_few_parts, thinned
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import NO_POINTS, Placement, Plan
-from spillway.spec.sizes import align, format_size
+from spillway.spec.sizes import format_size
 
 # Of the updates that could be made within the step: how many are left to the next forward.
 _FIRST_SHARE = 0.5  # the drive then has about as much to do in forward as in backward
@@ -38,11 +39,10 @@ _SMALLEST_VISIT = 1 << 18
 _WIDELY = 24
 # And those of no more units piece by piece.
 _CLIMBED = 4
-# Plans of larger ones are compared with their units updated in so many parts; between the best so many that are so near
-# to each other, their whole lists decide.
-_PARTS = 2
+# Plans of larger ones are compared by steps of about that many units; between the best so many that are so near to each
+# other, their whole lists decide.
 _FINALISTS = 2
-_NEAR = 1.02
+_NEAR = 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +168,19 @@ class _Search:
         self._request = request
         self._space = space
         self._simulated = 0
-        self._timed: list[tuple[float, Candidate]] = []
+        self._estimated: list[_Timed] = []
 
     def run(self) -> _Timed:
         """The fastest plan that was found."""
+        finalists = map(self._with_more_slabs, self._finalists())
+        return self._with_streams(min(map(self._time_whole, finalists), key=_seconds))
+
+    def _finalists(self) -> list[_Timed]:
         best = self._find()
-        if self._is_large:
-            known = nsmallest(_FINALISTS, self._timed, key=itemgetter(0))
-            finalists = [candidate for seconds, candidate in known if seconds <= _NEAR * known[0][0]]
-            best = min((self._time_as(candidate, candidate.placement) for candidate in finalists), key=_seconds)
-        return self._with_streams(self._with_more_slabs(best))
+        if not self._is_large:
+            return [best]
+        known = nsmallest(_FINALISTS, self._estimated, key=_seconds)
+        return [found for found in known if found.seconds <= _NEAR * best.seconds]
 
     def _with_more_slabs(self, best: _Timed) -> _Timed:
         """That plan with more states on their way, or with that and its updates at another moment, where it is as fast:
@@ -185,11 +188,11 @@ class _Search:
         deeper = self._filler.with_more_slabs(best.candidate)
         if deeper is best.candidate:
             return best
-        fastest = self._time_as(deeper, deeper.placement)
+        fastest = self._time(deeper)
         for found in self._in_every_mode(deeper):
             place, least = found.placement, min(fastest.seconds, best.seconds)
-            if place.update != best.plan.placement.update and self._bound_of(place) < least:
-                fastest = min(fastest, self._time_as(found, place), key=_seconds)
+            if place.update != best.candidate.placement.update and self._bound_of(place) < least:
+                fastest = min(fastest, self._time(found), key=_seconds)
         return fastest if fastest.seconds <= best.seconds else best
 
     def _with_streams(self, best: _Timed) -> _Timed:
@@ -312,23 +315,30 @@ class _Search:
         return lower_bound(self._model, placement, self._hardware)
 
     def _time(self, candidate: Candidate) -> _Timed:
-        placement = candidate.placement
-        found = self._time_as(candidate, self._in_few_parts(placement) if self._is_large else placement)
-        self._timed.append((found.seconds, candidate))
+        return self._estimate(candidate) if self._is_large else self._simulate(candidate)
+
+    def _time_whole(self, found: _Timed) -> _Timed:
+        return self._simulate(found.candidate) if self._is_large else found
+
+    def _estimate(self, candidate: Candidate) -> _Timed:
+        """As much above the bound as a step of fewer units is."""
+        coarse = in_few_parts(self._model, candidate.placement)
+        fewer, thin = thinned(self._model, self._candidates.kinds, coarse, _WIDELY / len(self._model.units))
+        plan = self._lowered(fewer, thin)
+        seconds, bottleneck = step_seconds(plan, self._hardware)
+        over = seconds / lower_bound(fewer, thin, self._hardware)
+        found = _Timed(candidate, plan, over * lower_bound(self._model, coarse, self._hardware), bottleneck)
+        self._estimated.append(found)
         return found
 
-    def _time_as(self, candidate: Candidate, placement: Placement) -> _Timed:
-        plan = lower_step(self._model, placement)
-        self._simulated += sum(map(len, plan.rounds()))
+    def _simulate(self, candidate: Candidate) -> _Timed:
+        plan = self._lowered(self._model, candidate.placement)
         return _Timed(candidate, plan, *step_seconds(plan, self._hardware))
 
-    def _in_few_parts(self, placement: Placement) -> Placement:
-        """With subgroups so large that the list is a fraction as long; its time differs by a few percent, and by about
-        as much for every placement. Not where parts travel to the device, whose way there is what counts."""
-        if any(where.visits for where in placement.units):
-            return placement
-        largest = max(unit.num_trainable for unit in self._model.units)
-        return replace(placement, subgroup=max(placement.subgroup, align(-(-largest // _PARTS), ELEMENT_ALIGNMENT)))
+    def _lowered(self, model: ModelProfile, placement: Placement) -> Plan:
+        plan = lower_step(model, placement)
+        self._simulated += sum(map(len, plan.rounds()))
+        return plan
 
     def _variants(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same resting places with more and more updates left to the next forward, so that the drive has work all
