@@ -15,7 +15,7 @@ from spillway.rundir import is_run
 from spillway.saved_run import SavedRun, open_run
 from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.sizes import format_size
-from spillway.store.disk import free_bytes
+from spillway.store.disk import available
 from spillway.store.manifest import Manifest
 
 
@@ -42,9 +42,12 @@ def export(
     saved = open_run(run)
     _refuse_used(output, find_directory(saved.options.model), overwrite)
     manifest = _choose(saved, step)
-    need, have = weights_bytes(saved.units, wanted), free_bytes(output)
+    need, have = weights_bytes(saved.units, wanted), available(output)
     if need > have:
-        raise DiskError(f"the model takes {format_size(need)} in {output} and {format_size(have)} are free there")
+        raise DiskError(
+            f"the model takes {format_size(need)} in {output} and {format_size(have)} are free there: free some or "
+            f"choose another directory"
+        )
     for name, buffer in (buffers := persistent_buffers(saved.model)).items():
         if name in manifest.buffers:
             buffer.copy_(from_text(manifest.buffers[name], buffer.dtype, buffer.shape))

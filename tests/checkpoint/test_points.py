@@ -18,7 +18,7 @@ import spillway
 from spillway.api import read_parameters
 from spillway.assembly import prepared
 from spillway.checkpoint import points as points_module
-from spillway.spec.errors import DamageError, DiskError, SpillwayError, UsageError
+from spillway.spec.errors import DamageError, DiskError, SpillwayError, StoreMoves, UsageError
 from spillway.spec.plan import NO_POINTS, KeepPoints
 from spillway.store.disk import StripedDisk, even_geometry
 from spillway.store.manifest import Manifest, load_manifest, load_manifests, manifest_files
@@ -242,7 +242,8 @@ def test_a_run_goes_on_bit_for_bit_wherever_its_states_rest_now(
 def test_a_run_moves_to_other_drives(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
     one, more = tmp_path / "one", [tmp_path / "x", tmp_path / "y", tmp_path / "z"]
     Run(one).train(2).end()
-    run = Run(more, resume=one).train(4)
+    with pytest.warns(StoreMoves, match=r"step 2 \(.*\) is checked and moved from .*/one to .*/x, "):
+        run = Run(more, resume=one).train(4)
     assert not list(one.glob("spillway.data*")) and not manifest_files(one)
     run.end()
     assert same(Run([one], resume=more[0]).train(6).end(), expected)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from spillway.checkpoint.points import SavedPoints
 from spillway.hardware.bandwidth import measure_shares
-from spillway.spec.errors import NothingSaved, UsageError
+from spillway.spec.errors import NothingSaved, StoreMoves, UsageError
+from spillway.spec.sizes import format_size
 from spillway.store.disk import Geometry, refuse_foreign
 from spillway.store.manifest import load_manifests, manifest_files
 from spillway.store.move import find_geometry, move
@@ -38,6 +39,12 @@ def place_store(points: SavedPoints, paths: tuple[Path, ...], resume: bool | str
         return Geometry(tuple(map(str, paths)), measure_shares(paths))
     geometry = find_geometry(directory, found[0], paths)
     if geometry is None:
+        size = format_size(sum(unit.num_bytes for unit in found[0].units))
+        warnings.warn(
+            f"step {found[0].step} ({size}) is checked and moved from {directory} to {', '.join(map(str, paths))}",
+            StoreMoves,
+            stacklevel=4,
+        )
         whole = points.first_whole()
         refuse_foreign(tuple(path for path in paths if str(path) not in whole.geometry.paths))
         move(directory, whole, paths, measure_shares(paths))

@@ -74,9 +74,7 @@ def run(arguments: list[str]) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), 2, arguments)
     except (click.Abort, KeyboardInterrupt):
-        return _fail(
-            "stopped; what was saved before is intact, and the same command goes on from there", 130, arguments
-        )
+        return _fail("stopped; the same command goes on from the last saved point, if there is one", 130, arguments)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}: free some space or choose another place", 5, arguments)

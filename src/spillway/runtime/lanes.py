@@ -201,8 +201,8 @@ class LaneWorker:
     def _require_finite(self) -> None:
         if self.step.non_finite is not None:
             raise NonFinite(
-                f"a gradient of {self._names[self.step.non_finite]} is infinite or not a number; the step was not "
-                f"applied and the last saved point is intact: lower the learning rate or look at the batch"
+                f"a gradient of {self._names[self.step.non_finite]} is infinite or not a number; nothing of the "
+                f"step was applied: lower the learning rate or look at the batch"
             )
 
     def _write_grad(self, op: Op, home: UnitHome) -> None:

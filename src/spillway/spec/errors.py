@@ -80,6 +80,10 @@ class BudgetWarning(UserWarning):
     """A budget was cut to what the machine has."""
 
 
+class StoreMoves(UserWarning):
+    """A saved run is being checked and copied to other drives, which takes as long as reading it twice."""
+
+
 class InvariantError(AssertionError):
     """A promise inside Spillway was broken: a bug of ours, never of the user."""
 

@@ -184,7 +184,7 @@ class StripedDisk:
             verb = "write to" if is_write else "read from"
             raise DiskError(
                 f"cannot {verb} {file} at offset {failed.offset} ({failed.num_bytes} bytes): {error.strerror}; "
-                f"what was saved before is intact"
+                f"saved points are intact"
             ) from error
 
     def _stripes(self, extent: Extent, buffer: torch.Tensor) -> list[Transfer]:

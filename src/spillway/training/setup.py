@@ -6,7 +6,7 @@ import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors.torch import load_file
@@ -28,11 +28,11 @@ from spillway.optim.optimizer import StreamingOptimizer
 from spillway.report.progress import Reporter
 from spillway.rundir import is_free, note_saved, remember_stores, store_directories, where_saved
 from spillway.runtime.session import Session
-from spillway.spec.errors import BudgetWarning, DiskError, UsageError
+from spillway.spec.errors import BudgetWarning, DiskError, StoreMoves, UsageError
 from spillway.spec.options import TrainOptions
 from spillway.spec.plan import KeepPoints, Plan
 from spillway.spec.sizes import format_size
-from spillway.store.disk import free_bytes
+from spillway.store.disk import available
 from spillway.training.identity import identity_of, is_resumed
 from spillway.training.samples import remember_samples, what_differs
 
@@ -195,8 +195,10 @@ def _count_steps(options: TrainOptions, batches: Batches) -> int:
 def _prepare(
     options: TrainOptions, model: nn.Module, stores: tuple[Path, ...], resume: bool | Path, reporter: Reporter
 ) -> StreamingOptimizer:
-    with warnings.catch_warnings(record=True) as notes:
+    with warnings.catch_warnings():
         warnings.simplefilter("always", BudgetWarning)
+        warnings.simplefilter("always", StoreMoves)
+        _say_ours(reporter)
         _, optimizer = prepare(
             model,
             settings_of(options),
@@ -205,14 +207,31 @@ def _prepare(
             keep=KeepPoints(options.save_total_limit, options.save_total_limit > 0),
             **options.placement(),
         )
-    for note in notes:
-        if issubclass(note.category, BudgetWarning):
-            reporter.say(f"note: {note.message}")
     extra = prepared(model).origins.unexpected
     if extra:
         names = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
         reporter.say(f"warning: {options.model} has {len(extra)} tensors this model has no use for: {names}")
     return optimizer
+
+
+def _say_ours(reporter: Reporter) -> None:
+    """Warnings of ours are lines of the run, as soon as they are given."""
+    show = warnings.showwarning
+
+    def say(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, (BudgetWarning, StoreMoves)):
+            reporter.say(f"note: {message}")
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = say
 
 
 def _open(parts: Prepared, batches: Batches, resumed: bool, reporter: Reporter) -> Plan:
@@ -232,7 +251,7 @@ def _exercise_save(training: Training) -> None:
     """Write, read back and compare a part of the model as it will be written at the end, and see that the rest has
     room. Raises DiskError."""
     units, output = training.session.units, training.output
-    need, have = weights_bytes(units), free_bytes(training.directory)
+    need, have = weights_bytes(units), available(training.directory)
     if need > have:
         raise DiskError(
             f"the trained model takes {format_size(need)} in {output} and {format_size(have)} are free there: free "
