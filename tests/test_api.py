@@ -680,6 +680,19 @@ def test_states_of_another_optimizer_are_not_taken_for_ours() -> None:
     spillway.close(model)
 
 
+def test_a_grad_scaler_is_refused_and_one_that_is_off_does_nothing() -> None:
+    model, optimizer = spillway.prepare(models.llama(), SETTINGS, device="cpu")
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(model(**models.batch("llama", 0)).loss).backward()
+    off.step(optimizer)
+    assert optimizer.num_steps == 1
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(**models.batch("llama", 1)).loss).backward()
+    with pytest.raises(UsageError, match="GradScaler"):
+        scaler.step(optimizer)
+    spillway.close(model)
+
+
 def test_an_example_without_tensors_is_refused_and_the_model_may_be_prepared_with_another() -> None:
     model = models.llama()
     with pytest.raises(UsageError, match="no tensor in it"):

@@ -67,3 +67,15 @@ def test_what_cannot_be_compiled_is_refused(tmp_path: Path) -> None:
         block.compile(backend=Counting())
     with pytest.raises(spillway.UsageError, match="not compiled"):
         spillway.prepare(taped, store=tmp_path, device="cpu", activations="tape")
+
+
+@pytest.mark.parametrize("architecture", ("llama", "two_lists"))
+def test_a_streaming_model_that_is_compiled_afterwards_is_refused(architecture: str) -> None:
+    plain = models.two_lists() if architecture == "two_lists" else models.llama()
+    model, _ = spillway.prepare(plain, device="cpu")
+    compiled = torch.compile(model, backend=Counting())
+    with pytest.raises(spillway.UsageError, match=r"block\.compile\(\)"):
+        compiled(**models.batch(architecture, 0))
+    with pytest.raises(spillway.UsageError, match=r"block\.compile\(\)"), torch.no_grad():
+        compiled(**models.batch(architecture, 0))
+    close(model)

@@ -27,6 +27,9 @@ class StreamingOptimizer(torch.optim.Optimizer):
     there; what is in none of them is in one group that decays and one that does not.
     """
 
+    # So GradScaler calls `step` with `grad_scale` set, which is refused there; it would look for gradients otherwise.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         settings: Rule,
@@ -93,6 +96,11 @@ class StreamingOptimizer(torch.optim.Optimizer):
         scale, and `last_result.skipped` is set. Raises NonFinite or DiskError; the step was not kept then."""
         if closure is not None:
             raise UsageError("closures are not supported: call loss.backward() and then optimizer.step()")
+        if hasattr(self, "grad_scale"):
+            raise UsageError(
+                "gradients of a model that streams are used before a GradScaler could unscale them: leave it out and "
+                "call optimizer.scale(loss).backward() and optimizer.step()"
+            )
         if self.loss_scale.value != 1.0 and not self._is_scaled:
             raise UsageError(
                 "the loss of this step was not scaled, so its gradients would be taken as too small: call "

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -127,6 +127,8 @@ class Session:
     # The user's forward #
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            _refuse_compiled()
         if self.schedules.is_profiling:
             return
         if torch.is_grad_enabled():
@@ -403,3 +405,11 @@ class Session:
         # Only now: a step that failed is given up by `settle`.
         self._in_step = self._in_backward = False
         self.rounds.end()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # what is traced cannot raise: this is called when it runs
+def _refuse_compiled() -> NoReturn:
+    raise UsageError(
+        "torch.compile on a model that streams would trace the streaming: compile its blocks in place before "
+        "spillway.prepare, as in `for block in model.model.layers: block.compile()`"
+    )
