@@ -34,10 +34,11 @@ class Lowering:
         self._first_call = {call.unit: index for index, call in reversed(list(enumerate(model.calls)))}
         self._forward: dict[int, int] = {}
         self._backward: dict[int, int] = {}
-        self._act_stored: dict[int, int] = {}
         self._act_downloads: list[int] = []
-        self._act_read: dict[int, int] = {}
-        self._act_uploaded: dict[int, int] = {}
+        self._act_written: dict[int, int] = {}  # of calls whose activations are on disk
+        # The operation that brings what is kept of a call to host memory, or back to the device, and its lease there.
+        self._act_on_host: dict[int, tuple[int, str]] = {}
+        self._act_on_device: dict[int, tuple[int, str]] = {}
         self._act_order = [use.call for use in self._uses if use.backward and self._moves_act(use.call)]
         self._next_act_read = 0
         self._next_act_upload = 0
@@ -94,11 +95,12 @@ class Lowering:
             "DOWNLOAD", "download", unit, "act", size, [self._forward[call]], ((pool, lease),), (), "", lease, call
         )
         self._act_downloads.append(down)
-        self._act_stored[call] = down
         if self._plan.acts[call].tier == "disk":
-            self._act_stored[call] = self._build.add(
+            self._act_written[call] = self._build.add(
                 "WRITE", "write", unit, "act", size, [down], (), (lease,), lease, HOME, call
             )
+        else:
+            self._act_on_host[call] = down, lease
 
     def _try_act_read(self) -> bool:
         while self._next_act_read < len(self._act_order):
@@ -106,23 +108,23 @@ class Lowering:
             if self._plan.acts[call].tier != "disk":
                 self._next_act_read += 1
                 continue
-            pool = self._names.act(call)
-            if call not in self._act_stored or not self._build.has_room(pool):
+            pool, lease = self._names.act(call), f"ar{call}"
+            if call not in self._act_written or not self._build.has_room(pool):
                 return False
-            model_call = self._model.calls[call]
-            self._act_read[call] = self._build.add(
+            read = self._build.add(
                 "READ",
                 "read",
-                model_call.unit,
+                self._model.calls[call].unit,
                 "act",
                 self._names.act_bytes(call),
-                [self._act_stored[call]],
-                ((pool, f"ar{call}"),),
+                [self._act_written[call]],
+                ((pool, lease),),
                 (),
                 HOME,
-                f"ar{call}",
+                lease,
                 call,
             )
+            self._act_on_host[call] = read, lease
             self._next_act_read += 1
             return True
         return False
@@ -131,26 +133,24 @@ class Lowering:
         if self._next_act_upload >= len(self._act_order):
             return False
         call = self._act_order[self._next_act_upload]
-        pool = self._names.act_slot(call)
-        from_disk = self._plan.acts[call].tier == "disk"
-        ready = self._act_read.get(call) if from_disk else self._act_stored.get(call)
-        if ready is None or not self._build.has_room(pool):
+        pool, lease = self._names.act_slot(call), f"as{call}"
+        if call not in self._act_on_host or not self._build.has_room(pool):
             return False
-        model_call = self._model.calls[call]
-        staged = f"ar{call}" if from_disk else f"a{call}"
-        self._act_uploaded[call] = self._build.add(
+        ready, staged = self._act_on_host[call]
+        upload = self._build.add(
             "UPLOAD",
             "upload",
-            model_call.unit,
+            self._model.calls[call].unit,
             "act",
             self._names.act_bytes(call),
             [ready],
-            ((pool, f"as{call}"),),
+            ((pool, lease),),
             (staged,),
             staged,
-            f"as{call}",
+            lease,
             call,
         )
+        self._act_on_device[call] = upload, lease
         self._next_act_upload += 1
         return True
 
@@ -185,9 +185,9 @@ class Lowering:
         grads = HOME if stays else f"gs{use.unit}"
         leased = unit.num_trainable > 0 and not stays
         take = ((self._names.grad_slot(use.unit), grads),) if first and leased else ()
-        act = self._act_uploaded.get(use.call)
-        if act is not None:
-            give = (*give, f"as{use.call}")
+        act, brought = self._act_on_device.get(use.call, (None, ""))
+        if brought:
+            give = (*give, brought)
         flops = self._model.backward_flops(call) + recomputed_flops(call, self._plan.acts[use.call])
         self._backward[use.call] = self._build.add(
             "BACKWARD",
