@@ -13,6 +13,7 @@ import spillway
 from spillway.api import close
 from spillway.model.units import Unit
 from spillway.runtime.graph import Graph
+from spillway.runtime.held import Outgoing
 from spillway.runtime.window import Gradients
 from spillway.spec.sizes import PAGE
 from spillway.store.layout import lay_out
@@ -37,6 +38,12 @@ def slot_of(values: torch.Tensor) -> torch.Tensor:
     return slot
 
 
+def released(graph: Graph, capacity: int) -> list[tuple[int, torch.Tensor]]:
+    outgoing = Outgoing(graph.name, capacity)
+    graph.release(outgoing)
+    return outgoing.moves
+
+
 @pytest.mark.parametrize("moves", (False, True))
 def test_backward_uses_the_slot_and_the_slab_it_is_given(moves: bool) -> None:
     values = torch.arange(64.0).view(8, 8) / 64
@@ -47,12 +54,10 @@ def test_backward_uses_the_slot_and_the_slab_it_is_given(moves: bool) -> None:
     graph, x, _ = forward(slot, moves)
     slab = None
     if moves:
-        moved = graph.release(8 * PAGE).tensors
-        slab, at = torch.zeros(9 * PAGE, dtype=torch.uint8)[PAGE:], 0
-        for content in moved:
+        slab = torch.zeros(9 * PAGE, dtype=torch.uint8)[PAGE:]
+        for at, content in released(graph, 8 * PAGE):
             slab[at : at + content.numel()].copy_(content)
-            at += PAGE
-        del moved, content
+        del content
     slot.fill_(255)  # another unit was there
     grads = torch.full((PAGE,), 255, dtype=torch.uint8)  # and its gradients
     gradients = Gradients(UNIT, grads, is_fresh=True)
@@ -69,8 +74,8 @@ def test_backward_uses_the_slot_and_the_slab_it_is_given(moves: bool) -> None:
 
 def test_what_was_moved_is_not_held_on_the_device() -> None:
     graph, _, _ = forward(slot_of(torch.ones(8, 8)), moves=True)
-    moved = graph.release(8 * PAGE).tensors
-    watched = [StorageWeakRef(content.untyped_storage()) for content in moved]
+    moved = released(graph, 8 * PAGE)
+    watched = [StorageWeakRef(content.untyped_storage()) for _, content in moved]
     assert len(watched) >= 2
     del moved
     assert all(reference.expired() for reference in watched)
@@ -78,10 +83,9 @@ def test_what_was_moved_is_not_held_on_the_device() -> None:
 
 def test_what_has_no_room_in_the_slab_stays() -> None:
     graph, x, _ = forward(slot_of(torch.ones(8, 8)), moves=True)
-    moved = graph.release(PAGE).tensors
-    assert len(moved) == 1
+    ((at, content),) = released(graph, PAGE)
     slab = torch.zeros(PAGE, dtype=torch.uint8)
-    slab[: moved[0].numel()].copy_(moved[0])
+    slab[at : at + content.numel()].copy_(content)
     graph.bring_back(slot_of(torch.ones(8, 8)), None, slab)
     _, roots = graph.take(0)
     torch.autograd.backward([root.edge for root in roots], [torch.ones(4, 8)])

@@ -13,6 +13,7 @@ from spillway.model.operators import class_of
 from spillway.model.profile import CallShape
 from spillway.runtime.calls import flatten_call, run_backward, run_forward
 from spillway.runtime.device import CpuDevice
+from spillway.runtime.held import Outgoing
 from spillway.runtime.tape import Tape
 from spillway.spec.sizes import PAGE
 
@@ -83,12 +84,12 @@ def grads(function: Callable[..., torch.Tensor], tape: Tape | None, slab: bool) 
     slot = torch.zeros(PAGE, dtype=torch.uint8)
     outputs, _, replay = run_forward(call, shape, tensors, CPU, 2, slot, None, tape)
     if tape is not None and slab:
-        moved, _ = tape.release(PAGE, 1 << 24)
+        outgoing = Outgoing("unit", 1 << 24)
+        outgoing.put(torch.zeros(PAGE, dtype=torch.uint8), [])  # an input of the call
+        tape.release(outgoing)
         home = torch.zeros(1 << 24, dtype=torch.uint8)
-        at = PAGE
-        for content in moved:
+        for at, content in outgoing.moves[1:]:
             home[at : at + content.numel()].copy_(content)
-            at += -(-content.numel() // PAGE) * PAGE
             content.fill_(255)  # its memory serves another
         tape.bring_back(home)
     ones = torch.ones_like(outputs[0])

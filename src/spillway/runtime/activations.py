@@ -11,14 +11,14 @@ from spillway.runtime.held import Held, Outgoing
 from spillway.runtime.schedules import Schedule
 from spillway.runtime.tape import Tape
 from spillway.spec.plan import Kept
-from spillway.spec.sizes import PAGE, align
 from spillway.store.arena import SlabPools
 
 
 @dataclass(frozen=True, slots=True)
 class StoredInput:
-    """An input of a call that waits for backward in the activation store."""
+    """An input of a call that waits for backward in the activation store, so many bytes from the start of its slab."""
 
+    at: int
     shape: torch.Size
     dtype: torch.dtype
 
@@ -57,7 +57,8 @@ class Activations:
     def keep_graph(self, index: int, graph: Graph) -> None:
         """Hand what autograd saved to the activation store, where that is not the device."""
         if self._moves(index):
-            self._outgoing[index] = graph.release(self._capacity(index))
+            outgoing = self._outgoing[index] = self._new_outgoing(index, graph.name)
+            graph.release(outgoing)
 
     def back(self, index: int) -> torch.Tensor | None:
         """The slab that what was kept of a call has come back to; None where it never left."""
@@ -75,20 +76,17 @@ class Activations:
         acts = self._schedule.shapes[index].acts
         if not self._moves(index):
             return list(map(Held.of, tensors))
-        own = [hole in acts for hole in call.holes]
-        outgoing = [tensor.detach().contiguous() for mine, tensor in zip(own, tensors, strict=True) if mine]
-        held = [Held.of(tensor) for mine, tensor in zip(own, tensors, strict=True) if mine]
+        outgoing = self._new_outgoing(index, call.name)
+        kept: list[Held | StoredInput] = []
+        for hole, tensor in zip(call.holes, tensors, strict=True):
+            held = Held.of(tensor)
+            at = outgoing.put(tensor.detach().contiguous(), [held]) if hole in acts else None
+            kept.append(held if at is None else StoredInput(at, tensor.shape, tensor.dtype))
         if tape is not None:
-            start = sum(align(tensor.numel() * tensor.itemsize, PAGE) for tensor in outgoing)
-            taped, held_by_tape = tape.release(start, self._capacity(index))
-            outgoing, held = outgoing + taped, held + held_by_tape
-        if not outgoing:
-            return list(map(Held.of, tensors))
-        self._outgoing[index] = Outgoing(call.name, outgoing, held)
-        return [
-            StoredInput(tensor.shape, tensor.dtype) if mine else Held.of(tensor)
-            for mine, tensor in zip(own, tensors, strict=True)
-        ]
+            tape.release(outgoing)
+        if outgoing.moves:
+            self._outgoing[index] = outgoing
+        return kept
 
     def bring_inputs(
         self, index: int, call: FlatCall, kept: list[Held | StoredInput], tape: Tape | None
@@ -98,14 +96,12 @@ class Activations:
         if tape is not None and self._moves(index):
             tape.bring_back(self._slab(index))
         tensors: list[torch.Tensor] = []
-        at = 0
         for item in kept:
             if isinstance(item, Held):
                 tensors.append(item.unchanged(call.name))
                 continue
-            size = item.shape.numel() * item.dtype.itemsize
-            tensors.append(self._slab(index)[at : at + size].view(item.dtype).view(item.shape))
-            at += align(size, PAGE)
+            stop = item.at + item.shape.numel() * item.dtype.itemsize
+            tensors.append(self._slab(index)[item.at : stop].view(item.dtype).view(item.shape))
         return tensors
 
     def _kept(self, index: int) -> Kept:
@@ -114,8 +110,8 @@ class Activations:
     def _moves(self, index: int) -> bool:
         return self._kept(index).tier != "device"
 
-    def _capacity(self, index: int) -> int:
-        return stored_bytes(self._schedule.profile.calls[index], self._kept(index))
+    def _new_outgoing(self, index: int, name: str) -> Outgoing:
+        return Outgoing(name, stored_bytes(self._schedule.profile.calls[index], self._kept(index)))
 
     def _slab(self, index: int) -> torch.Tensor:
         return self._pools.buffer(f"as{index}")

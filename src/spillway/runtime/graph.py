@@ -9,7 +9,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from spillway.runtime.held import Held, Outgoing, address_of
 from spillway.runtime.window import Gradients
 from spillway.spec.errors import UsageError
-from spillway.spec.sizes import PAGE, align
 
 _SLOT = -1
 
@@ -123,23 +122,19 @@ class Graph:
         self._inputs.append(inputs)
         self._roots.append([Root.of(output) for output in outputs])
 
-    def release(self, capacity: int) -> Outgoing:
-        """Bytes to be moved away, in the order in which they will lie at whole pages of a slab of `capacity` bytes.
-        What does not fit (a kernel that saves more than the profiled one) stays."""
-        moved, held, at = [], [], 0
+    def release(self, outgoing: Outgoing) -> None:
+        """Let go of the bytes that are to be moved away. What does not fit (a kernel that saves more than the profiled
+        one) stays."""
         for number, content in list(self._bytes.items()):
-            size = align(content.numel(), PAGE)
-            if at + size <= capacity:
+            at = outgoing.put(content, self._held[number])
+            if at is not None:
                 self._offsets[number] = at
-                moved.append(self._bytes.pop(number))
-                held += self._held.pop(number)
-                at += size
+                del self._bytes[number], self._held[number]
         for inputs in self._inputs:
             for tensor in inputs:
                 if address_of(tensor) not in self._shared:
                     # Autograd needs the leaf for its gradient only, and looks at nothing but its shape.
                     tensor.data = tensor.new_empty(1).expand(tensor.shape) if tensor.numel() else tensor.data
-        return Outgoing(self.name, moved, held)
 
     # Backward #
 

@@ -1,10 +1,12 @@
 """Tensors that a call needs for its backward, and whether they are still what they were."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from spillway.spec.errors import UsageError
+from spillway.spec.sizes import PAGE, align
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,26 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 class Outgoing:
-    """What of a call is on its way out of the device: tensors to be copied. `held`: those whose bytes they are, which
-    nobody may change before. `name`: of the call, for messages."""
+    """What of a call is on its way out of the device, to a slab of `capacity` bytes; `moves` has each tensor with where
+    it will lie there. `name`: of the call, for messages."""
 
-    def __init__(self, name: str, tensors: list[torch.Tensor], held: list[Held]) -> None:
-        self.tensors = tensors
+    def __init__(self, name: str, capacity: int) -> None:
+        self.moves: list[tuple[int, torch.Tensor]] = []
         self._name = name
-        self._held = held
+        self._capacity = capacity
+        self._end = 0
+        self._held: list[Held] = []
+
+    def put(self, tensor: torch.Tensor, held: Iterable[Held]) -> int | None:
+        """Where the tensor will lie, in bytes from the start of the slab: after those before it, at a whole page. None
+        where there is no room for it. `held`: those whose bytes it is, which nobody may change before it is copied."""
+        at, num_bytes = self._end, tensor.numel() * tensor.itemsize
+        if at + num_bytes > self._capacity:
+            return None
+        self.moves.append((at, tensor))
+        self._held += held
+        self._end += align(num_bytes, PAGE)
+        return at
 
     def refuse_changed(self) -> None:
         """Raise UsageError where one was changed while it was copied, or before."""

@@ -12,7 +12,6 @@ from spillway.runtime.device import Device
 from spillway.runtime.held import Outgoing
 from spillway.spec.errors import NonFinite, required
 from spillway.spec.plan import HOME, Op
-from spillway.spec.sizes import PAGE, align
 from spillway.store.arena import SlabPools
 from spillway.store.disk import Extent
 from spillway.store.homes import Homes, SlabRange, UnitHome
@@ -124,14 +123,13 @@ class LaneWorker:
     # Activations #
 
     def _download_act(self, op: Op, home: UnitHome) -> None:
-        buffer, at, moves = self._buffer(op.target), 0, []
+        buffer, moves = self._buffer(op.target), []
         outgoing = self.step.acts.pop(op.call, None)
         if outgoing is None:  # a forward that was given up is run out
             return
-        for tensor in outgoing.tensors:
+        for at, tensor in outgoing.moves:
             size = tensor.numel() * tensor.element_size()
             moves.append((buffer[at : at + size].view(tensor.dtype).view(tensor.shape), tensor))
-            at += align(size, PAGE)
         self._device.copy("download", moves)
         outgoing.refuse_changed()
 

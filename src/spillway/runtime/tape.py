@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.operators import class_of
-from spillway.runtime.held import Held, address_of
+from spillway.runtime.held import Held, Outgoing, address_of
 from spillway.spec.errors import UsageError, required
-from spillway.spec.sizes import PAGE, align
+from spillway.spec.sizes import PAGE
 
 
 @dataclass(slots=True)
@@ -71,27 +71,21 @@ class Tape:
         for output in outputs:
             self._parts[-1].returned[address_of(output)] = Held.of(output)
 
-    def release(self, start: int, capacity: int) -> tuple[list[torch.Tensor], list[Held]]:
-        """Bytes to be moved away, in the order in which they will lie at whole pages of a slab of `capacity` bytes
-        whose first `start` are taken; and who else could change them. What does not fit stays, and what is smaller than
-        a page."""
-        moved: list[torch.Tensor] = []
-        held: list[Held] = []
-        at = start
+    def release(self, outgoing: Outgoing) -> None:
+        """Let go of the bytes that are to be moved away. What does not fit stays, and what is smaller than a page."""
         for part, output in [(one, output) for one in self._parts for output in one.outputs]:
             for place, leaf in enumerate(output.leaves):
                 if not isinstance(leaf, torch.Tensor):
                     continue
                 content = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(leaf.untyped_storage())
-                size = align(content.numel(), PAGE)
-                if content.numel() < PAGE or at + size > capacity:
+                if content.numel() < PAGE:
+                    continue
+                others = [part.returned[address] for address in [address_of(leaf)] if address in part.returned]
+                at = outgoing.put(content, others)
+                if at is None:
                     continue
                 offset = leaf.storage_offset() * leaf.itemsize
                 output.leaves[place] = _Moved(at, leaf.dtype, leaf.shape, leaf.stride(), offset)
-                moved.append(content)
-                held += [part.returned[address] for address in [address_of(leaf)] if address in part.returned]
-                at += size
-        return moved, held
 
     def bring_back(self, slab: torch.Tensor | None) -> None:
         """What was moved is in this slab."""
