@@ -163,8 +163,8 @@ def prepare(
         parts.points.step,
         own_groups,
     )
-    session.hypers, session.clipping, session.loss_scale = streaming.hypers, clipping, loss_scale
-    session.engine.segments = [_segments(unit, session, streaming) for unit in session.units]
+    segments = [_segments(unit, session, streaming) for unit in session.units]
+    session.train_by(streaming.hypers, segments, clipping, loss_scale)
     parts.optimizer, parts.points.at_step = streaming, streaming.saved
     if example is not None:
         _open(model, example)

@@ -58,9 +58,9 @@ class Session:
         self.anchor = torch.zeros((), requires_grad=True, device=device.torch_device)
         self.rounds = Rounds(accumulation)
         self.rest = Rest(self.engine, self.rounds)
-        self.hypers: Callable[[], list[Hyper]] = list
-        self.clipping = Clipping()
-        self.loss_scale = LossScale()
+        self._hypers: Callable[[], list[Hyper]] = list
+        self._clipping = Clipping()
+        self._loss_scale = LossScale()
         self.side_outputs: SideOutputs = returned_alone
         self.on_undo: list[Callable[[], None]] = []
         self.schedules = Schedules(
@@ -91,6 +91,18 @@ class Session:
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward, always_call=True),
         ]
+
+    def train_by(
+        self,
+        hypers: Callable[[], list[Hyper]],
+        segments: list[list[tuple[int, int, int]]],
+        clipping: Clipping,
+        loss_scale: LossScale,
+    ) -> None:
+        """How steps are made, from now on; without it the model computes forwards alone. `hypers`: the settings of each
+        parameter group in the coming step. `segments`: see Engine."""
+        self._hypers, self._clipping, self._loss_scale = hypers, clipping, loss_scale
+        self.engine.segments = segments
 
     # Opening #
 
@@ -176,7 +188,7 @@ class Session:
             self.come_to_rest()  # the list that follows makes no updates of the step before
         self.engine.open(schedule)
         step = StepState(
-            Due(self.hypers(), self.clipping, self.loss_scale.value, sweeping=wary),
+            Due(self._hypers(), self._clipping, self._loss_scale.value, sweeping=wary),
             self.rest.due,
             may_take_back=plan.placement.speculates,
             act_extents=self.store.act_extents(plan, schedule.profile),
@@ -350,7 +362,7 @@ class Session:
         if self._in_step:
             raise UsageError("optimizer.step() came before backward was over: run loss.backward() first")
         engine = self.engine
-        if engine.step.own.hypers != self.hypers():
+        if engine.step.own.hypers != self._hypers():
             raise UsageError(
                 "the learning rate (or another setting of param_groups) was changed after the forward whose updates it "
                 "is for: set it back, call optimizer.step(), and change it before the next forward"
