@@ -13,11 +13,12 @@ import psutil
 import torch
 
 from spillway.durable import write_whole
+from spillway.hardware.drives import endurance_of
 from spillway.hardware.limits import free_host_bytes, process_bytes
 from spillway.hardware.probe import measure
 from spillway.spec.hardware import HardwareSpec
 from spillway.spec.jsonable import from_json, to_json
-from spillway.spec.machine import Machine
+from spillway.spec.machine import Drive, Machine
 from spillway.spec.state import EXACT
 from spillway.store.disk import existing
 
@@ -49,7 +50,27 @@ def this_machine(
     hardware = _measured(paths, dtype, refresh, where)
     host = free_host_bytes() + process_bytes()
     on_device = int(torch.cuda.mem_get_info(where)[0]) if where.type == "cuda" else host
-    return Machine(platform.node() or "this machine", hardware, on_device, host, free_disk_bytes)
+    drives = _drives(paths, hardware, free_disk_bytes)
+    return Machine(platform.node() or "this machine", hardware, on_device, host, free_disk_bytes, drives=drives)
+
+
+def _drives(paths: tuple[Path, ...], hardware: HardwareSpec, free_bytes: int) -> tuple[Drive, ...]:
+    """Those that the paths lie on, each with an equal share of what was measured of all."""
+    places = [existing(path) for path in paths]
+    different = {place.stat().st_dev: place for place in places}.values()
+    count = len(different)
+    return tuple(
+        Drive(
+            str(place),
+            free_bytes // count,
+            hardware.read_bytes_per_s / count,
+            hardware.write_bytes_per_s / count,
+            endurance_of(place),
+            0.0,
+            "measured here",
+        )
+        for place in different
+    )
 
 
 def _measured(paths: tuple[Path, ...], dtype: torch.dtype, refresh: bool, device: torch.device) -> HardwareSpec:

@@ -74,8 +74,6 @@ def _changes(question: Question) -> list[tuple[str, Question]]:
         found.append((f"--optim {eight}", asked(question, machine, replace(options, optim=eight))))
     if options.max_grad_norm > 0:
         found.append(("--max-grad-norm 0", asked(question, machine, replace(options, max_grad_norm=0.0))))
-    if not machine.drives and question.measured:
-        found.pop(0)  # what a drive would do here is not known
     return found
 
 

@@ -1,0 +1,31 @@
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from plan.profiles import MACHINE
+from spillway.hardware import machine
+
+
+def test_a_measured_machine_has_the_drives_that_its_paths_lie_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = {"a": 1, "b": 2, "c": 2}
+    for name in numbers:
+        (tmp_path / name).mkdir()
+    stat = Path.stat
+
+    def on_drives(path: Path, **more: bool) -> object:
+        return SimpleNamespace(st_dev=numbers[path.name]) if path.name in numbers else stat(path, **more)
+
+    monkeypatch.setattr(machine, "_measured", lambda *_: MACHINE)
+    monkeypatch.setattr(machine, "endurance_of", lambda path: 6e14 if path.name == "a" else 12e14)
+    paths = tuple(tmp_path / name / "not-there-yet" for name in numbers)
+    monkeypatch.setattr(machine, "existing", lambda path: path.parent)
+    monkeypatch.setattr(Path, "stat", on_drives)
+    found = machine.this_machine(paths, 10**12, device="cpu")
+    monkeypatch.undo()
+    assert len(found.drives) == 2 and found.disk_bytes == 10**12
+    assert found.drives[0].read_bytes_per_s == MACHINE.read_bytes_per_s / 2
+    assert sum(drive.capacity_bytes for drive in found.drives) == 10**12
+    assert [drive.endurance_bytes for drive in found.drives] == [6e14, 12e14]
