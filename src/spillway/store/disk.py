@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from spillway.durable import sync_directory
+from spillway.durable import sync_directory, write_whole
 from spillway.native import DiskEngine, Transfer, TransferError
 from spillway.spec.errors import DamageError, DiskError, UsageError, invariant
 from spillway.spec.sizes import PAGE, format_size
@@ -90,7 +90,7 @@ class StripedDisk:
                 self._written[fd] = 0
                 self.direct = self.direct and direct
                 if not keep:
-                    (file.parent / _OWNER).write_text(str(self._paths[0].resolve()))
+                    write_whole(file.parent / _OWNER, str(self._paths[0].resolve()))
                     os.ftruncate(fd, 0)
                     sync_directory(file.parent)
                     sync_directory(file.parent.parent)
