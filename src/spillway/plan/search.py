@@ -42,7 +42,7 @@ _CLIMBED = 4
 # Plans of larger ones are compared by steps of about that many units; between the best so many that are so near to each
 # other, their whole lists decide.
 _FINALISTS = 2
-_NEAR = 1.03
+_NEAR = 1.06
 
 
 @dataclass(frozen=True, slots=True)
