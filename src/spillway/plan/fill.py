@@ -28,7 +28,13 @@ _ORDERS = (
     (("inputs", "device"), ("grads", "host"), ("weights", "host"), ("states", "host")),
     (("inputs", "host"), ("grads", "host"), ("all", "device"), ("weights", "host"), ("states", "host"),
      ("weights", "device"), ("inputs", "device")),
+    (("inputs", "host"), ("grads", "host"), ("weights", "host"), ("weights", "device"), ("inputs", "device")),
+    (("inputs", "host"), ("inputs", "device"), ("grads", "host"), ("weights", "host"), ("weights", "device")),
 )  # fmt: skip
+# States stay on the drives, where updates may be taken back: they need not wait for the norm.
+_STATES_STAY = (("inputs", "host"), ("grads", "host"), ("weights", "host"))
+# Inputs of units stay on the drives, too: outputs of operators take the host memory.
+_INPUTS_STAY = (("grads", "host"),)
 # Nothing takes device memory that activations on their way could use.
 _OFF_THE_DEVICE = (("inputs", "host"), ("grads", "host"), ("weights", "host"), ("states", "host"))
 # Activations are moved off the device in the best of the other placements, by their bounds.
@@ -78,14 +84,17 @@ class Filler:
         if not keeps or not self._swap_tiers() or not (self._request.activations == "tape" or any(held_up)):
             return
         starts.sort(key=lambda start: lower_bound(self._model, start.placement, self._hardware))
-        for start in starts[:_SWAPPED_FROM]:
+        for start in {start.placement: start for start in (*starts[:_SWAPPED_FROM], plain[0])}.values():
             yield self._swap(start, start)
+        apart = self.fill(lowest, _INPUTS_STAY)
+        yield self._swap(apart, apart)
         for base in (lowest, self._candidates.of(replace(lowest.placement, window=1, grad_slots=1))):
             far = self.fill(base, _OFF_THE_DEVICE)
             swapped = self._swap(far, far)
             yield swapped
             yield self.fill(swapped)
         if may_move:
+            yield self.fill(self._swap(lowest, lowest), _STATES_STAY)
             yield self.fill(self._swap(lowest, starts[0]))
             for level in keeps if "device" in space.kept_in else ():
                 yield self.fill(self._swap(self._keep(lowest, "device", level), starts[0]))

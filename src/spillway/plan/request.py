@@ -48,6 +48,13 @@ class Space:
             return None
         return replace(self, weights=weights, states=states, grads=grads)
 
+    def without_drives(self) -> "Space | None":
+        """The same without them also for activations. None where that is no other space."""
+        space, inputs, kept_in = self.in_memory(), _without_disk(self.inputs), _without_disk(self.kept_in)
+        if space is None or not inputs or inputs == self.inputs or (self.kept_in and not kept_in):
+            return None
+        return replace(space, inputs=inputs, kept_in=kept_in)
+
 
 def _without_disk(tiers: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(tier for tier in tiers if tier != "disk")

@@ -5,7 +5,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from heapq import nsmallest
 from itertools import accumulate
 from operator import attrgetter
 
@@ -21,7 +20,7 @@ from spillway.plan.simulate import step_seconds
 from spillway.plan.start import Start
 from spillway.plan.swap import outputs
 from spillway.plan.thin import in_few_parts, thinned
-from spillway.spec.errors import PlanInfeasible, UsageError
+from spillway.spec.errors import PlanInfeasible, UsageError, required
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import NO_POINTS, Placement, Plan
@@ -39,9 +38,13 @@ _SMALLEST_VISIT = 1 << 18
 _WIDELY = 24
 # And those of no more units piece by piece.
 _CLIMBED = 4
+# Of larger ones: where updates at one moment take so much longer than the best plan, those at another do, too.
+_FAR_OFF = 1.15
 # Plans of larger ones are compared by steps of about that many units; between the best so many that are so near to each
 # other, their whole lists decide.
 _FINALISTS = 2
+_MOST_FINALISTS = 4  # where lists are short: no more are begun after so many operations
+_FINAL_OPS = 8_000
 _NEAR = 1.06
 
 
@@ -169,18 +172,27 @@ class _Search:
         self._space = space
         self._simulated = 0
         self._estimated: list[_Timed] = []
+        self._seen: dict[Placement, Candidate] = {}
 
     def run(self) -> _Timed:
         """The fastest plan that was found."""
-        finalists = map(self._with_more_slabs, self._finalists())
-        return self._with_streams(min(map(self._time_whole, finalists), key=_seconds))
+        best: _Timed | None = None
+        for number, found in enumerate(self._finalists()):
+            if number >= _FINALISTS and self._simulated > _FINAL_OPS:
+                break
+            whole = self._time_whole(self._with_more_slabs(found))
+            if best is None or whole.seconds < best.seconds:
+                best = whole
+        return self._with_streams(required(best, "a search without finalists"))
 
     def _finalists(self) -> list[_Timed]:
         best = self._find()
         if not self._is_large:
             return [best]
-        known = nsmallest(_FINALISTS, self._estimated, key=_seconds)
-        return [found for found in known if found.seconds <= _NEAR * best.seconds]
+        near = sorted((found for found in self._estimated if found.seconds <= _NEAR * best.seconds), key=_seconds)
+        of_each_kind = {_visits(found.candidate.placement): found for found in reversed(near)}.values()
+        self._simulated = 0
+        return list({found.candidate.placement: found for found in (*of_each_kind, *near[:_MOST_FINALISTS])}.values())
 
     def _with_more_slabs(self, best: _Timed) -> _Timed:
         """That plan with more states on their way, or with that and its updates at another moment, where it is as fast:
@@ -205,42 +217,51 @@ class _Search:
         return replace(best, candidate=candidate, plan=plan)
 
     def _find(self) -> _Timed:
-        found: dict[Placement, Candidate] = {}
-        bounds: dict[Placement, float] = {}
         floor = _CLOSE * least_computing(self._model, self._hardware)
-        best: _Timed | None = None
+        best = self._best_of(self._fillings(), None, floor)
+        for space in self._spaces_of_others() if best.seconds > floor else ():
+            best = self._best_of(self._fillings_of(space), best, floor)
+        may_climb = self._searches_freely and self._request.fixed is None
+        if may_climb and len(self._model.units) <= _CLIMBED:
+            starts = [best, *map(self._time, self._in_every_mode(next(iter(self._seen.values()))))]
+            best = min(map(self._climb, starts), key=_seconds)
+        return best
+
+    def _best_of(self, fillings: Iterator[Candidate], best: _Timed | None, floor: float) -> _Timed:
+        """The best so far or of these; the first that takes no longer than `floor` does."""
+        bounds: dict[Placement, float] = {}
         tried: Placement | None = None
-        for candidate in self._fillings():
+        for candidate in fillings:
             place = candidate.placement
-            if place in found:
+            if place in self._seen:
                 continue
-            found[place], bounds[place] = candidate, self._bound(candidate)
+            self._seen[place], bounds[place] = candidate, self._bound(candidate)
             if bounds[place] <= floor and best is None:  # nothing that comes later can be told to be better
                 best, tried = self._best_variant(best, candidate, bounds[place]), place
                 if best.seconds <= floor:
                     return best
-        for place in sorted(found, key=lambda place: (bounds[place], self._recomputed(found[place]))):
+        for place in sorted(bounds, key=lambda place: (bounds[place], self._recomputed(self._seen[place]))):
             if place != tried:
-                best = self._best_variant(best, found[place], bounds[place])
+                best = self._best_variant(best, self._seen[place], bounds[place])
         if best is None:
             raise AssertionError("nothing was left to choose from")
-        may_climb = self._searches_freely and self._request.fixed is None
-        if may_climb and len(self._model.units) <= _CLIMBED:
-            starts = [best, *map(self._time, self._in_every_mode(next(iter(found.values()))))]
-            best = min(map(self._climb, starts), key=_seconds)
         return best
 
     def _best_variant(self, best: _Timed | None, candidate: Candidate, bound: float) -> _Timed:
         """The best so far or a faster way to update of this candidate, whose ways all take `bound` at least."""
-        before = best
-        for number, variant in enumerate(self._variants(candidate)):
+        first: _Timed | None = None
+        for variant in self._variants(candidate):
             if best is not None and (best.seconds <= _CLOSE * bound or self._simulated > _PATIENCE):
                 break
-            visits = any(where.visits for where in variant.placement.units)
-            gains = best is not None and (before is None or best.seconds * _CLOSE <= before.seconds)
-            if number and self._is_large and not visits and not gains:
-                continue  # what the first way does not gain other moments of updating do not, either
-            best = self._better(best, variant)
+            if best is not None and self._bound_of(variant.placement) >= best.seconds:
+                continue
+            is_far = first is not None and best is not None and first.seconds > _FAR_OFF * best.seconds
+            if is_far and self._is_large and not _visits(variant.placement):
+                continue
+            found = self._time(variant)
+            first = first or found
+            if best is None or found.seconds < best.seconds:
+                best = found
         if best is None:
             raise AssertionError("a candidate has no way to update")
         return best
@@ -272,26 +293,45 @@ class _Search:
                 return best
 
     def _fillings(self) -> Iterator[Candidate]:
-        """Of the whole space; of that without the drives; and, where the model is small, of every policy's."""
-        widely = len(self._model.units) <= _WIDELY and self._hardware.device != "cpu"
+        """Of the whole space, and of those without the drives."""
         needs_drives = None
-        for candidate in self._filler.fillings(Start(self._candidates).deepest(_first_mode(self._space)), widely):
+        start = Start(self._candidates).deepest(_first_mode(self._space))
+        for candidate in self._filler.fillings(start, self._searches_widely):
             if needs_drives is None:
                 needs_drives = any("disk" in (where.weights, where.states) for where in candidate.placement.units)
             yield candidate
-        if self._request.fixed is not None:
+        if needs_drives and self._request.fixed is None:
+            for space in (self._space.in_memory(), self._space.without_drives()):
+                yield from self._fillings_of(space)
+
+    def _fillings_of(self, space: Space | None) -> Iterator[Candidate]:
+        """Of another space; none where nothing of it fits."""
+        if space is None:
             return
-        spaces = [self._space.in_memory()] if needs_drives else []
-        if self._space.policy.name == "auto" and widely:
-            spaces += [_try_space(replace(self._request, policy=name)) for name in POLICIES if name != "auto"]
-        for space in spaces:
-            if space is None:
+        candidates = Candidates(self._model, self._hardware, self._budget, self._request, space)
+        try:
+            start = Start(candidates).deepest(_first_mode(space))
+        except PlanInfeasible:
+            return
+        yield from Filler(candidates).fillings(start, self._searches_widely)
+
+    @property
+    def _searches_widely(self) -> bool:
+        return not self._is_large and self._hardware.device != "cpu"
+
+    def _spaces_of_others(self) -> Iterator[Space]:
+        """Of the policies of the field: their plans are ours, too, where ours found none that is better. Of a large
+        model without those that overlap nothing."""
+        if self._request.fixed is not None or not self._searches_freely:
+            return
+        known = set()
+        for policy in POLICIES.values():
+            space = _try_space(replace(self._request, policy=policy.name))
+            choices = replace(policy, name="", source="")
+            if space is None or policy.name == "auto" or choices in known or (self._is_large and policy.in_turn):
                 continue
-            candidates = Candidates(self._model, self._hardware, self._budget, self._request, space)
-            try:
-                yield from Filler(candidates).fillings(Start(candidates).deepest(_first_mode(space)), widely)
-            except PlanInfeasible:
-                continue
+            known.add(choices)
+            yield space
 
     def _bound(self, candidate: Candidate) -> float:
         """What no way to update makes faster: as if all were left to the next forward, and the CPU took no time."""
@@ -372,6 +412,8 @@ class _Search:
             yield ("deferred" if share == 1.0 else placement.update), _spread(soon, share), none
         if visiting:
             yield "deferred", none, visiting
+        if visiting and "serial" in self._space.policy.updates:
+            yield "serial", none, visiting
 
     @property
     def _may_visit(self) -> bool:
@@ -404,6 +446,11 @@ def _try_space(request: PlanRequest) -> Space | None:
         return space_of(request)
     except UsageError:
         return None
+
+
+def _visits(placement: Placement) -> bool:
+    """Whether states that rest elsewhere are updated on the device."""
+    return any(where.visits for where in placement.units)
 
 
 def _spread(units: list[int], share: float) -> frozenset[int]:
