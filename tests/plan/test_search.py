@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from plan import profiles
 from spillway.plan.check import check
-from spillway.plan.request import PlanRequest
+from spillway.plan.request import PlanRequest, space_of
 from spillway.plan.search import make_plan
 from spillway.plan.simulate import simulate
 from spillway.spec.errors import PlanInfeasible, UsageError
@@ -217,3 +217,11 @@ def test_a_visit_to_the_device_takes_no_checksums() -> None:
     checked = dataclasses.replace(slow_cpu, checksum_params_per_s=1e8)
     before, after = (simulate(plan.ops, plan.pools, machine).seconds for machine in (slow_cpu, checked))
     assert after == pytest.approx(before)
+
+
+def test_a_space_without_the_drives_is_none_where_activations_shall_lie_there() -> None:
+    space = space_of(PlanRequest()).without_drives()
+    assert space is not None
+    assert not any("disk" in tiers for tiers in (space.weights, space.states, space.grads, space.inputs, space.kept_in))
+    assert space_of(PlanRequest(activations="disk")).without_drives() is None
+    assert space_of(PlanRequest(states="disk")).without_drives() is None
