@@ -13,7 +13,7 @@ from checkpoint.test_points import Run, same
 from spillway.spec.plan import KeepPoints
 from spillway.spec.sizes import PAGE
 
-STEPS, IMAGES = 6, 12
+STEPS, IMAGES = 6, 8
 Image = dict[str, bytes]
 
 
