@@ -23,14 +23,14 @@ from transformers import (
 VOCAB = 128
 
 
-def llama() -> nn.Module:
+def llama(blocks: int = 3) -> nn.Module:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=3,
+            num_hidden_layers=blocks,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=64,

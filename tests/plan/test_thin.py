@@ -76,3 +76,13 @@ def test_plans_are_as_fast_as_those_chosen_by_whole_steps(
         patch.setattr(search, "in_few_parts", lambda model, placement: placement)
         whole = make_plan(model, machine, budget, request)
     assert ours.step_seconds <= 1.02 * whole.step_seconds
+
+
+@pytest.mark.parametrize("machine", (profiles.MACHINE, profiles.CPU))
+@pytest.mark.parametrize("trained", (True, False))
+def test_many_units_come_to_rest_before_their_calls_are_known(machine: HardwareSpec, trained: bool) -> None:
+    model = replace(profiles.chain(40), calls=())
+    if not trained:
+        frozen = (replace(unit, num_trainable=0, grad_bytes=0, state_bytes=0) for unit in model.units)
+        model = replace(model, units=tuple(frozen))
+    assert len(make_plan(model, machine, profiles.PLENTY, PlanRequest()).placement.units) == 42

@@ -165,3 +165,12 @@ def test_what_streams_can_be_saved(tmp_path: Path) -> None:
     assert all(torch.equal(left, right) for left, right in zip(plain.parameters(), again.parameters(), strict=True))
     assert torch.equal(outputs(model, "llama"), outputs(plain, "llama"))
     close(model)
+
+
+def test_a_model_of_many_blocks_streams_before_any_batch_is_known(tmp_path: Path) -> None:
+    plain = models.llama(blocks=30)
+    expected = plain(**models.batch("llama", 0)).loss.detach()
+    with torch.no_grad():
+        streamed = spillway.stream(plain, store=tmp_path / "store", device="cpu")
+        assert torch.equal(streamed(**models.batch("llama", 0)).loss, expected)
+    spillway.close(streamed)

@@ -34,18 +34,18 @@ _PATIENCE = 300_000
 # A plan this close to what none can beat is not searched further.
 _CLOSE = 1.01
 _SMALLEST_VISIT = 1 << 18
-# Models of no more units are also searched the way that every other policy does.
+# Of models of no more units whole steps are compared, and more ways to fill memory.
 _WIDELY = 24
 # And those of no more units piece by piece.
 _CLIMBED = 4
 # Of larger ones: where updates at one moment take so much longer than the best plan, those at another do, too.
 _FAR_OFF = 1.15
-# Plans of larger ones are compared by steps of about that many units; between the best so many that are so near to each
-# other, their whole lists decide.
-_FINALISTS = 2
-_MOST_FINALISTS = 4  # where lists are short: no more are begun after so many operations
-_FINAL_OPS = 8_000
+# Plans of larger ones are compared by steps of about that many units. Between the best ones that are so near to each
+# other their whole lists decide: of two at least, and of more until so many operations were simulated.
 _NEAR = 1.06
+_FINALISTS = 2
+_MOST_FINALISTS = 4
+_FINAL_OPS = 8_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +173,15 @@ class _Search:
         self._simulated = 0
         self._estimated: list[_Timed] = []
         self._seen: dict[Placement, Candidate] = {}
+        # So many units that plans take long to simulate; of calls that are known, or there is no step to compare.
+        self._is_large = len(model.units) > _WIDELY and least_computing(model, hardware) > 0
 
     def run(self) -> _Timed:
         """The fastest plan that was found."""
         best: _Timed | None = None
-        for number, found in enumerate(self._finalists()):
-            if number >= _FINALISTS and self._simulated > _FINAL_OPS:
+        finalists, before = self._finalists(), self._simulated
+        for number, found in enumerate(finalists):
+            if number >= _FINALISTS and self._simulated - before > _FINAL_OPS:
                 break
             whole = self._time_whole(self._with_more_slabs(found))
             if best is None or whole.seconds < best.seconds:
@@ -191,7 +194,6 @@ class _Search:
             return [best]
         near = sorted((found for found in self._estimated if found.seconds <= _NEAR * best.seconds), key=_seconds)
         of_each_kind = {_visits(found.candidate.placement): found for found in reversed(near)}.values()
-        self._simulated = 0
         return list({found.candidate.placement: found for found in (*of_each_kind, *near[:_MOST_FINALISTS])}.values())
 
     def _with_more_slabs(self, best: _Timed) -> _Timed:
@@ -267,11 +269,6 @@ class _Search:
         return best
 
     @property
-    def _is_large(self) -> bool:
-        """So many units that plans take long to simulate, and differ little in which update is when."""
-        return len(self._model.units) > _WIDELY
-
-    @property
     def _searches_freely(self) -> bool:
         """Not as another planner would, whose rules single changes would break; nor on the CPU: little differs."""
         return self._space.policy.name == "auto" and self._hardware.device != "cpu"
@@ -317,12 +314,12 @@ class _Search:
 
     @property
     def _searches_widely(self) -> bool:
-        return not self._is_large and self._hardware.device != "cpu"
+        return len(self._model.units) <= _WIDELY and self._hardware.device != "cpu"
 
     def _spaces_of_others(self) -> Iterator[Space]:
         """Of the policies of the field: their plans are ours, too, where ours found none that is better. Of a large
         model without those that overlap nothing."""
-        if self._request.fixed is not None or not self._searches_freely:
+        if self._request.fixed is not None or not self._searches_freely or not self._model.calls:
             return
         known = set()
         for policy in POLICIES.values():
