@@ -20,20 +20,17 @@ from spillway.plan.simulate import step_seconds
 from spillway.plan.start import Start
 from spillway.plan.swap import outputs
 from spillway.plan.thin import in_few_parts, thinned
+from spillway.plan.variants import Variants
 from spillway.spec.errors import PlanInfeasible, UsageError, required
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import NO_POINTS, Placement, Plan
 from spillway.spec.sizes import format_size
 
-# Of the updates that could be made within the step: how many are left to the next forward.
-_FIRST_SHARE = 0.5  # the drive then has about as much to do in forward as in backward
-_DEFERRED_SHARES = (0.25, 1.0)
 # Operations that are simulated before the best plan so far has to do: some seconds of them.
 _PATIENCE = 300_000
 # A plan this close to what none can beat is not searched further.
 _CLOSE = 1.01
-_SMALLEST_VISIT = 1 << 18
 # Of models of no more units whole steps are compared, and more ways to fill memory.
 _WIDELY = 24
 # And those of no more units piece by piece.
@@ -167,6 +164,7 @@ class _Search:
         self._hardware = hardware
         self._candidates = Candidates(model, hardware, budget, request, space)
         self._filler = Filler(self._candidates)
+        self._variants = Variants(self._candidates)
         self._budget = budget
         self._request = request
         self._space = space
@@ -193,7 +191,7 @@ class _Search:
         if not self._is_large:
             return [best]
         near = sorted((found for found in self._estimated if found.seconds <= _NEAR * best.seconds), key=_seconds)
-        of_each_kind = {_visits(found.candidate.placement): found for found in reversed(near)}.values()
+        of_each_kind = {found.candidate.placement.visits: found for found in reversed(near)}.values()
         return list({found.candidate.placement: found for found in (*of_each_kind, *near[:_MOST_FINALISTS])}.values())
 
     def _with_more_slabs(self, best: _Timed) -> _Timed:
@@ -252,13 +250,13 @@ class _Search:
     def _best_variant(self, best: _Timed | None, candidate: Candidate, bound: float) -> _Timed:
         """The best so far or a faster way to update of this candidate, whose ways all take `bound` at least."""
         first: _Timed | None = None
-        for variant in self._variants(candidate):
+        for variant in self._variants.of(candidate):
             if best is not None and (best.seconds <= _CLOSE * bound or self._simulated > _PATIENCE):
                 break
             if best is not None and self._bound_of(variant.placement) >= best.seconds:
                 continue
             is_far = first is not None and best is not None and first.seconds > _FAR_OFF * best.seconds
-            if is_far and self._is_large and not _visits(variant.placement):
+            if is_far and self._is_large and not variant.placement.visits:
                 continue
             found = self._time(variant)
             first = first or found
@@ -334,7 +332,7 @@ class _Search:
         """What no way to update makes faster: as if all were left to the next forward, and the CPU took no time."""
         placement = candidate.placement
         units = tuple(replace(where, defers=where.states != "none") for where in placement.units)
-        may_visit = self._may_visit and any(where.states == "host" for where in placement.units)
+        may_visit = self._variants.may_visit and any(where.states == "host" for where in placement.units)
         free = replace(self._hardware, update_params_per_s=float("inf")) if may_visit else self._hardware
         return busiest(self._model, replace(placement, units=units, update="deferred"), free)
 
@@ -377,65 +375,6 @@ class _Search:
         self._simulated += sum(map(len, plan.rounds()))
         return plan
 
-    def _variants(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The same resting places with more and more updates left to the next forward, so that the drive has work all
-        step long, in the end with all of them; and with some of them made on the device."""
-        request, placement = self._request, candidate.placement
-        if request.fixed is not None or request.accumulation > 1 or not self._model.calls:
-            yield candidate
-            return
-        for update, deferred, visiting in self._ways(candidate):
-            subgroup = min(placement.subgroup, self._visit_elements) if visiting else placement.subgroup
-            changed = replace(placement, update=update, subgroup=subgroup)
-            variant = self._candidates.of(changed, deferred, visiting)
-            if variant.placement == placement or self._candidates.fits(variant):
-                yield variant
-
-    def _ways(self, candidate: Candidate) -> Iterator[tuple[str, frozenset[int], frozenset[int]]]:
-        placement, none = candidate.placement, frozenset[int]()
-        trained = [unit for unit, where in enumerate(placement.units) if where.states != "none"]
-        soon = [unit for unit in trained if not placement.units[unit].defers]
-        may_defer = self._space.update == "auto" and "deferred" in self._space.policy.updates
-        visiting = self._visitors(candidate, trained)
-        if soon and may_defer:
-            yield placement.update, _spread(soon, _FIRST_SHARE), none
-        if soon or not may_defer:
-            yield placement.update, none, none
-            if visiting:
-                yield placement.update, none, visiting
-        if not may_defer:
-            return
-        for share in _DEFERRED_SHARES if soon else (1.0,):
-            yield ("deferred" if share == 1.0 else placement.update), _spread(soon, share), none
-        if visiting:
-            yield "deferred", none, visiting
-        if visiting and "serial" in self._space.policy.updates:
-            yield "serial", none, visiting
-
-    @property
-    def _may_visit(self) -> bool:
-        return self._hardware.device != "cpu" and self._space.policy.strides
-
-    @property
-    def _visit_elements(self) -> int:
-        """So few at a time that the way there, the update and the way back of several overlap."""
-        largest = max(unit.num_trainable for unit in self._model.units)
-        return max(1 << max(largest // 8, 1).bit_length(), _SMALLEST_VISIT)
-
-    def _visitors(self, candidate: Candidate, trained: list[int]) -> frozenset[int]:
-        """Every so-many-th unit whose states rest in host memory, so that the CPU and the link take equally long over
-        them (Deep Optimizer States); none where the device is the CPU."""
-        if not self._may_visit:
-            return frozenset()
-        units = [unit for unit in trained if candidate.placement.units[unit].states == "host"]
-        moved = sum(self._model.units[unit].updated_bytes for unit in units)
-        params = sum(self._model.units[unit].num_trainable for unit in units)
-        if not params:
-            return frozenset()
-        on_cpu = params / self._hardware.update_params_per_s
-        on_link = moved / min(self._hardware.upload_bytes_per_s, self._hardware.download_bytes_per_s)
-        return _spread(units, on_cpu / (on_cpu + on_link))
-
 
 def _try_space(request: PlanRequest) -> Space | None:
     """None where the user's wishes are not within the policy."""
@@ -443,16 +382,6 @@ def _try_space(request: PlanRequest) -> Space | None:
         return space_of(request)
     except UsageError:
         return None
-
-
-def _visits(placement: Placement) -> bool:
-    """Whether states that rest elsewhere are updated on the device."""
-    return any(where.visits for where in placement.units)
-
-
-def _spread(units: list[int], share: float) -> frozenset[int]:
-    """So large a share of the units, evenly."""
-    return frozenset(unit for turn, unit in enumerate(units) if int((turn + 1) * share) > int(turn * share))
 
 
 def _notes(model: ModelProfile, candidate: Candidate, request: PlanRequest) -> tuple[str, ...]:

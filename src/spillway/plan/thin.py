@@ -50,7 +50,7 @@ def _kept_units(model: ModelProfile, kinds: Kinds, placement: Placement, share: 
 def in_few_parts(model: ModelProfile, placement: Placement) -> Placement:
     """With subgroups so large that the list is a fraction as long; its time differs by a few percent, and by about as
     much for every placement. Not where parts travel to the device, whose way there is what counts."""
-    if any(where.visits for where in placement.units):
+    if placement.visits:
         return placement
     largest = max(unit.num_trainable for unit in model.units)
     return replace(placement, subgroup=max(placement.subgroup, align(-(-largest // _PARTS), ELEMENT_ALIGNMENT)))

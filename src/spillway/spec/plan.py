@@ -140,6 +140,11 @@ class Placement:
         """Units whose updates are left to the next forward, where others are made within the step."""
         return sum(where.defers for where in self.units) if self.overlaps else 0
 
+    @property
+    def visits(self) -> bool:
+        """Whether states that rest elsewhere are brought to the device to be updated there."""
+        return any(where.visits for where in self.units)
+
     def keeps_gradient(self, unit: int) -> bool:
         """Whether the gradient of a unit may still be wanted after the backward it came from."""
         return self.clip or self.update == "serial" or self.units[unit].defers
