@@ -68,9 +68,9 @@ def run(arguments: list[str]) -> int:
     except SpillwayError as error:
         return _fail(str(error), error.exit_code, arguments)
     except click.NoSuchOption as error:
-        hint = _MEANT.get(error.option_name)
-        also = f" Did you mean {hint}?" if hint else ""
-        return _fail(error.format_message() + also, 2, arguments)
+        meant = _MEANT.get(error.option_name)
+        said = f"No such option '{error.option_name}'. Did you mean {meant}?" if meant else error.format_message()
+        return _fail(said, 2, arguments)
     except click.ClickException as error:
         return _fail(error.format_message(), 2, arguments)
     except (click.Abort, KeyboardInterrupt):

@@ -215,7 +215,7 @@ def _prepare(
 
 
 def _say_ours(reporter: Reporter) -> None:
-    """Warnings of ours are lines of the run, as soon as they are given."""
+    """Warnings of ours are lines of the run, as soon as they are given, until the caller's `catch_warnings` ends."""
     show = warnings.showwarning
 
     def say(
