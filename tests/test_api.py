@@ -3,8 +3,10 @@
 import copy
 import gc
 import io
+import re
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,7 @@ import spillway
 from spillway import assembly, native
 from spillway.api import read_parameters
 from spillway.assembly import prepared
-from spillway.spec.errors import NonFinite, UsageError
+from spillway.spec.errors import NonFinite, StoreMoves, UsageError
 
 SETTINGS = spillway.AdamW(lr=1e-3, eps=reference.EPS, max_grad_norm=None)
 
@@ -760,3 +762,35 @@ def test_a_closed_model_that_is_still_there_holds_no_slabs(tmp_path: Path) -> No
     del optimizer
     gc.collect()
     assert model is not None and pools() is None
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bars_on_a_terminal_show_how_far_loading_moving_and_saving_have_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, shown = directories.make_model(tmp_path / "llama"), []
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    for progress in (True, False):
+        terminal = _Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        here, there = tmp_path / f"here-{progress}", tmp_path / f"there-{progress}"
+        for store, resume in ((here, False), (there, here)):
+            model = spillway.load(directory, AutoModelForCausalLM, dtype="float32")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", StoreMoves)
+                model, optimizer = spillway.prepare(
+                    model, SETTINGS, store=store, resume=resume, states="disk", device="cpu", progress=progress
+                )
+            model(**models.batch("llama", 0)).loss.backward()
+            optimizer.step()
+            spillway.save_pretrained(model, tmp_path / "out", progress=progress)
+            spillway.close(model)
+        shown.append(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()))
+    for label in ("loading weights", "checking and moving the store", "checking the saved point", "/out"):
+        assert re.search(rf"{label} ━+ 100%", shown[0]), label
+    assert "━" not in shown[1]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.assembly import Place, assemble, check_fresh, forget, give_back, is_closed, prepared
 from spillway.checkpoint.load import StoreBytes, read_parameter
-from spillway.checkpoint.save import MAX_SHARD_BYTES, save_weights
+from spillway.checkpoint.save import MAX_SHARD_BYTES, save_weights, weights_bytes
 from spillway.checkpoint.sources import persistent_buffers
 from spillway.model.units import Unit
 from spillway.optim.clip import Clipping, LossScale
@@ -21,6 +21,7 @@ from spillway.optim.groups import named_groups
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.origins import comes_from, note_origin
 from spillway.plan.request import PlanRequest
+from spillway.report.progress import Reporter
 from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
 from spillway.spec.plan import LAST_POINT, KeepPoints
@@ -101,6 +102,7 @@ def prepare(
     example: Mapping[str, Any] | None = None,
     resume: bool | str | os.PathLike[str] = False,
     keep: KeepPoints = LAST_POINT,
+    progress: bool = True,
 ) -> tuple[nn.Module, StreamingOptimizer]:
     """Let `model` train within the given memory; the loop around it stays as it is.
 
@@ -120,7 +122,8 @@ def prepare(
     may differ from those of the run that saved it. `num_steps` of the optimizer then tells how many steps lie behind;
     the learning rate is the one given here, so let a scheduler go on from there. Where `store` holds no saved point
     training starts anew, with a NothingSaved warning. `keep`: how many saved points stay, and whether they are also
-    made where states rest in memory.
+    made where states rest in memory. `progress`: bars on a terminal while weights are loaded, a saved point is checked,
+    or the store moves to other drives.
 
     Returns the same model, and the optimizer. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
     """
@@ -152,7 +155,7 @@ def prepare(
         streams=streams,
     )
     place = Place(store, device, device_memory, host_memory, disk_memory)
-    parts = assemble(model, state_format(settings), place, request, micro_batch, resume, label_smoothing)
+    parts = assemble(model, state_format(settings), place, request, micro_batch, resume, label_smoothing, progress)
     session = parts.session
     streaming = StreamingOptimizer(
         settings,
@@ -180,6 +183,7 @@ def stream(
     host_memory: str | int | None = None,
     disk_memory: str | int | None = None,
     weights: str = "auto",
+    progress: bool = True,
 ) -> nn.Module:
     """Let `model` compute forwards within the given memory, without training it: a teacher, a judge, generation.
 
@@ -192,7 +196,8 @@ def stream(
     model.requires_grad_(False)
     request = PlanRequest(weights=weights, has_store=bool(store))
     try:
-        assemble(model, EXACT, Place(store, device, device_memory, host_memory, disk_memory), request, None)
+        place = Place(store, device, device_memory, host_memory, disk_memory)
+        assemble(model, EXACT, place, request, None, progress=progress)
         _open(model, {})
     except BaseException:
         for param in trained:
@@ -236,12 +241,15 @@ def _check(model: nn.Module, settings: Rule) -> None:
 
 
 def save_pretrained(
-    model: nn.Module, directory: str | os.PathLike[str], max_shard_bytes: int = MAX_SHARD_BYTES
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool = True,
 ) -> Path:
     """Write a directory that `from_pretrained` loads: sharded safetensors, config, tokenizer of the source. Streams;
     needs host memory for one window, not for the model. Of a model with adapters of peft, the adapters alone, for
-    `peft.PeftModel.from_pretrained`. Returns the directory. Raises UsageError for that of the source, DiskError where
-    there is no room."""
+    `peft.PeftModel.from_pretrained`. `progress`: a bar on a terminal. Returns the directory. Raises UsageError for that
+    of the source, DiskError where there is no room."""
     parts = prepared(model)
     session, path = parts.session, Path(directory)
     directories = parts.origins.directories
@@ -256,14 +264,16 @@ def save_pretrained(
 
         save_adapters(model, _read(session, set(adapter_parameters(model))), path)
         return path
-    save_weights(
-        StoreBytes(session.store),
-        session.units,
-        persistent_buffers(model),
-        path,
-        max_shard_bytes,
-        written_as=parts.origins.written_as,
-    )
+    with Reporter(quiet=not progress).counting(f"writing {path}", weights_bytes(session.units)) as counter:
+        save_weights(
+            StoreBytes(session.store),
+            session.units,
+            persistent_buffers(model),
+            path,
+            max_shard_bytes,
+            progress=counter.advance,
+            written_as=parts.origins.written_as,
+        )
     from spillway.integrations.huggingface import save_config
 
     save_config(model, path, directories[0] if directories else None)

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from spillway.optim.optimizer import StreamingOptimizer
 from spillway.origins import Origins, comes_from
 from spillway.plan.request import PlanRequest, space_of
 from spillway.planner import Planner, make_budget
+from spillway.report.progress import Reporter
 from spillway.runtime.device import CpuDevice, Device, open_device
 from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
@@ -50,10 +51,18 @@ class Prepared:
     budget: Budget
     planner: Planner
     origins: Origins
-    weight_bytes: int  # of all units, as loaded
-    extent_bytes: int  # of all units, as saved
+    reporter: Reporter  # shows how far loading and saving have come
     optimizer: StreamingOptimizer | None = None  # None where it is not trained
-    on_load: Callable[[int], None] | None = None  # told of the bytes of each window while weights are loaded
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all units, as loaded and as written for others."""
+        return sum(unit.layout.weight_bytes for unit in self.session.units)
+
+    @property
+    def extent_bytes(self) -> int:
+        """Of all units, as saved."""
+        return sum(unit.layout.extent_bytes for unit in self.session.units)
 
 
 # What belongs to a model holds the model: an entry goes when the model is closed, not by itself.
@@ -108,9 +117,11 @@ def assemble(
     micro_batch: int | None,
     resume: bool | str | os.PathLike[str] = False,
     label_smoothing: float = 0.0,
+    progress: bool = True,
 ) -> Prepared:
     """Replace the model's forwards by streaming ones. Nothing is loaded before the first batch, or `Session.open`.
-    Raises UsageError and DiskError."""
+    `progress`: bars on a terminal for what takes long. Raises UsageError and DiskError."""
+    reporter = Reporter(quiet=not progress)
     paths, compute = store_paths(place.store), open_device(place.device)
     units = find_units(model, form)
     if any(module._compiled_call_impl is not None for unit in units for _, module in unit.members):
@@ -120,7 +131,7 @@ def assemble(
     points = SavedPoints(
         paths[0] if paths else None, units, request.keep.last, buffers=lambda: persistent_buffers(model)
     )
-    geometry = place_store(points, paths, resume)
+    geometry = place_store(points, paths, resume, reporter.counting)
     budget = make_budget(
         compute, geometry, place.device_memory, place.host_memory, place.disk_memory, origins.host_bytes
     )
@@ -138,8 +149,7 @@ def assemble(
         budget,
         planner,
         origins,
-        sum(layout.weight_bytes for layout in layouts),
-        sum(layout.extent_bytes for layout in layouts),
+        reporter,
     )
     session.engine.on_rest = lambda: points.at_rest(store)
     store.on_open = lambda opened, plan: _fill(opened, plan, parts)
@@ -157,11 +167,13 @@ def _fill(opened: PlacedStore, plan: Plan, parts: Prepared) -> None:
     """Put the store's first content to rest: the saved point that is gone on from, or the weights of the model."""
     parts.points.keep_last = plan.placement.keep.last
     if parts.points.found:
-        parts.points.restore(opened, parts.on_load)
+        with parts.reporter.counting("checking the saved point", parts.extent_bytes) as counter:
+            parts.points.restore(opened, counter.advance)
         if parts.optimizer is not None:
             parts.optimizer.restore(parts.points.step, parts.points.found_run)
     else:
-        load_weights(opened, parts.session.units, parts.origins.weights, parts.on_load)
+        with parts.reporter.counting("loading weights", parts.weight_bytes) as counter:
+            load_weights(opened, parts.session.units, parts.origins.weights, counter.advance)
         if parts.optimizer is not None:
             parts.points.begin(opened)
 

@@ -130,6 +130,7 @@ class TrainerMixin:
                 self._rule or rule_of(self.args),
                 store=self._store or Path(self.args.output_dir) / "store",
                 device=self.args.device.type,
+                progress=not self.args.disable_tqdm,
                 gradient_accumulation_steps=self.args.gradient_accumulation_steps,
                 label_smoothing=self.args.label_smoothing_factor,
                 **{"param_groups": () if self._rule else self._groups(), "resume": self._resumes, **self._where},
@@ -198,7 +199,8 @@ class TrainerMixin:
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         self._stream()
-        path = save_pretrained(self.model, output_dir or self.args.output_dir)
+        target = output_dir or self.args.output_dir
+        path = save_pretrained(self.model, target, progress=not self.args.disable_tqdm)
         kept = getattr(self, "processing_class", None) or getattr(
             getattr(self, "data_collator", None), "tokenizer", None
         )

@@ -19,7 +19,7 @@ _PIECE_BYTES = 2 * PIECE_ELEMENTS
 
 
 def load_weights(
-    store: PlacedStore, units: tuple[Unit, ...], source: WeightSource, progress: Callable[[int], None] | None = None
+    store: PlacedStore, units: tuple[Unit, ...], source: WeightSource, progress: Callable[[int], None]
 ) -> None:
     """Put every unit to rest with its master weights; moments are zero (fresh extents and arena pages are).
 
@@ -43,8 +43,7 @@ def load_weights(
             store.homes.write_component(index, "weight", start, weight, all_extents=True)
             if has_more:
                 _put_below(store, index, layout, start, size, below)
-            if progress is not None:
-                progress(size)
+            progress(size)
         source.done(place.name for place in layout.places)
 
 

@@ -8,15 +8,19 @@ from pathlib import Path
 from spillway.checkpoint.points import SavedPoints
 from spillway.hardware.bandwidth import measure_shares
 from spillway.spec.errors import NothingSaved, StoreMoves, UsageError
+from spillway.spec.progress import Counting
 from spillway.spec.sizes import format_size
 from spillway.store.disk import Geometry, refuse_foreign
 from spillway.store.manifest import load_manifests, manifest_files
 from spillway.store.move import find_geometry, move
 
 
-def place_store(points: SavedPoints, paths: tuple[Path, ...], resume: bool | str | os.PathLike[str]) -> Geometry | None:
+def place_store(
+    points: SavedPoints, paths: tuple[Path, ...], resume: bool | str | os.PathLike[str], counting: Counting
+) -> Geometry | None:
     """How the store is cut over its drives: as it was, or, for a new or moved one, by their measured speed. `points`
-    then knows its saved points and their directory; None without paths.
+    then knows its saved points and their directory; None without paths. `counting`: hears of the bytes of one that is
+    moved.
 
     Raises UsageError where a run would be overwritten or there is none to go on from, DiskError where it is damaged.
     """
@@ -39,15 +43,17 @@ def place_store(points: SavedPoints, paths: tuple[Path, ...], resume: bool | str
         return Geometry(tuple(map(str, paths)), measure_shares(paths))
     geometry = find_geometry(directory, found[0], paths)
     if geometry is None:
-        size = format_size(sum(unit.num_bytes for unit in found[0].units))
+        size = sum(unit.num_bytes for unit in found[0].units)
         warnings.warn(
-            f"step {found[0].step} ({size}) is checked and moved from {directory} to {', '.join(map(str, paths))}",
+            f"step {found[0].step} ({format_size(size)}) is checked and moved from {directory} to "
+            f"{', '.join(map(str, paths))}",
             StoreMoves,
             stacklevel=4,
         )
-        whole = points.first_whole()
-        refuse_foreign(tuple(path for path in paths if str(path) not in whole.geometry.paths))
-        move(directory, whole, paths, measure_shares(paths))
+        with counting("checking and moving the store", 2 * size) as counter:
+            whole = points.first_whole(counter.advance)
+            refuse_foreign(tuple(path for path in paths if str(path) not in whole.geometry.paths))
+            move(directory, whole, paths, measure_shares(paths), counter.advance)
         points.directory = paths[0]
         geometry = points.find(True)[0].geometry
     points.step_over_short(geometry)

@@ -99,13 +99,14 @@ class SavedPoints:
         self._use(own)  # more than are kept, perhaps: until one of them is seen to be whole
         return self.found
 
-    def first_whole(self) -> Manifest:
-        """The newest saved point whose every byte is as it was written. Raises DiskError where none is."""
+    def first_whole(self, progress: Callable[[int], None]) -> Manifest:
+        """The newest saved point whose every byte is as it was written. `progress` is called with bytes read. Raises
+        DiskError where none is."""
         while True:
             manifest = self.found[0]
             try:
                 with SavedPoint(manifest, self.units) as point:
-                    point.verify(lambda _: None)
+                    point.verify(progress)
                 return manifest
             except DamageError as error:
                 self._step_over(error)
@@ -187,7 +188,7 @@ class SavedPoints:
         trained = [home for home in store.homes.units if home.layout.num_trainable]
         return all(home.where.states == "disk" for home in trained)
 
-    def restore(self, store: PlacedStore, progress: Callable[[int], None] | None = None) -> None:
+    def restore(self, store: PlacedStore, progress: Callable[[int], None]) -> None:
         """Bring the store to the newest saved point whose every byte is as it was written: which extents count, and
         what rests in memory. `progress` is called with bytes read. Raises DiskError where none is whole."""
         while True:
@@ -323,7 +324,7 @@ def fingerprint(units: tuple[Unit, ...]) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
-def _restore_unit(store: PlacedStore, manifest: Manifest, index: int, progress: Callable[[int], None] | None) -> None:
+def _restore_unit(store: PlacedStore, manifest: Manifest, index: int, progress: Callable[[int], None]) -> None:
     """Read the unit's extent once: into memory what rests there, and through the checksums all of it."""
     home, record = store.homes.units[index], manifest.units[index]
     home.current = _extent_of(home, record)
@@ -340,8 +341,7 @@ def _restore_unit(store: PlacedStore, manifest: Manifest, index: int, progress: 
             for target in (resting, on_device):
                 if target is not None:
                     target[start : start + size].copy_(content)
-            if progress is not None:
-                progress(size)
+            progress(size)
     expected = expected_checks(manifest, index, home.layout)
     compare(manifest, record, expected, found, store.homes.need_disk())
     home.checks[home.current] = found

@@ -61,7 +61,7 @@ def save_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     only: int | None = None,
     dtype: torch.dtype | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
     written_as: WrittenAs | None = None,
 ) -> list[str]:
     """Write every parameter, and persistent `buffers`, under the names of the model; tied parameters once. The files
@@ -144,7 +144,7 @@ def _shard_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_shard(source: ByteSource, path: Path, shard: list[_Entry], progress: Callable[[int], None] | None) -> None:
+def _write_shard(source: ByteSource, path: Path, shard: list[_Entry], progress: Callable[[int], None]) -> None:
     """The safetensors format: 8 bytes of header length, the header in JSON padded to 8 bytes, the tensors' bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -164,8 +164,7 @@ def _write_shard(source: ByteSource, path: Path, shard: list[_Entry], progress: 
             for piece in _pieces(source, entry):
                 file.write(piece.numpy().data)
                 _let_go_of_cache(file.fileno())
-                if progress is not None:
-                    progress(piece.numel())
+                progress(piece.numel())
         file.flush()
         os.fsync(file.fileno())
 

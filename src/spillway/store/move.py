@@ -1,5 +1,6 @@
 """Moves a store to other drives: the saved point is copied, committed there, and only then removed here."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,8 +33,15 @@ def find_geometry(directory: Path, manifest: Manifest, paths: tuple[Path, ...]) 
     return None
 
 
-def move(directory: Path, manifest: Manifest, paths: tuple[Path, ...], shares: tuple[int, ...]) -> Manifest:
-    """Copy the saved point in `directory` to other paths. Raises DiskError for want of room; nothing is lost then."""
+def move(
+    directory: Path,
+    manifest: Manifest,
+    paths: tuple[Path, ...],
+    shares: tuple[int, ...],
+    progress: Callable[[int], None],
+) -> Manifest:
+    """Copy the saved point in `directory` to other paths. `progress` is called with bytes copied. Raises DiskError for
+    want of room; nothing is lost then."""
     was = manifest.geometry
     there = Geometry(tuple(map(str, paths)), shares, was.generation + 1)
     new = StripedDisk(there, keep=False)
@@ -47,7 +55,7 @@ def move(directory: Path, manifest: Manifest, paths: tuple[Path, ...], shares: t
         places = [space.allocate(unit.num_bytes) for unit in manifest.units]
         new.reserve(space.end)
         for unit, place in zip(manifest.units, places, strict=True):
-            _copy(old, Extent(unit.offset, unit.num_bytes), new, place)
+            _copy(old, Extent(unit.offset, unit.num_bytes), new, place, progress)
         new.sync()
     finally:
         old.close()
@@ -63,12 +71,13 @@ def move(directory: Path, manifest: Manifest, paths: tuple[Path, ...], shares: t
     return moved
 
 
-def _copy(old: StripedDisk, source: Extent, new: StripedDisk, target: Extent) -> None:
+def _copy(old: StripedDisk, source: Extent, new: StripedDisk, target: Extent, progress: Callable[[int], None]) -> None:
     engine, window = DiskEngine(), Arena(_WINDOW_BYTES).buffer
     try:
         for at in range(0, source.num_bytes, _WINDOW_BYTES):
             piece = window[: min(_WINDOW_BYTES, source.num_bytes - at)]
             old.read(engine, Extent(source.offset + at, piece.numel()), piece)
             new.write_all(engine, [(Extent(target.offset + at, piece.numel()), piece)])
+            progress(piece.numel())
     finally:
         engine.close()

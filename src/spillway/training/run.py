@@ -237,7 +237,7 @@ class _Run:
         if self._progress.step == 0:
             return
         if not self._points.are_kept:
-            save_pretrained(training.model, training.output)
+            save_pretrained(training.model, training.output, progress=False)  # beside the bar of steps
             return
         session.come_to_rest()
         self._points.save(session.store, self._progress.step, background)

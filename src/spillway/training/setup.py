@@ -103,7 +103,7 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     parts.points.on_commit = lambda step: note_saved(directory, step)
     model.train()
     _tell_slow_dtype(options, parts, reporter)
-    plan = _open(parts, batches, resumed, reporter)
+    plan = _open(parts, batches, reporter)
     training = Training(
         options, origins, directory, stores, length, identity, batches, held_out, _count_steps(options, batches), model,
         optimizer, parts, plan, resumed,
@@ -234,14 +234,11 @@ def _say_ours(reporter: Reporter) -> None:
     warnings.showwarning = say
 
 
-def _open(parts: Prepared, batches: Batches, resumed: bool, reporter: Reporter) -> Plan:
+def _open(parts: Prepared, batches: Batches, reporter: Reporter) -> Plan:
     """Plan for the longest batch, take the memory, and bring weights and states to rest."""
     session = parts.session
     longest = {key: tensor.to(session.device.torch_device) for key, tensor in batches.longest().items()}
-    total = parts.extent_bytes if resumed else parts.weight_bytes
-    with reporter.counting("checking the saved point" if resumed else "loading weights", total) as counter:
-        parts.on_load = counter.advance
-        schedule = session.open((), longest)
+    schedule = session.open((), longest)
     for warning in parts.points.warnings:
         reporter.say(f"warning: {warning}")
     return schedule.plan
