@@ -395,12 +395,14 @@ def test_a_run_that_was_renamed_finds_its_store(model: Path, data: Path, tmp_pat
 def test_a_run_that_moves_to_another_drive_says_so_and_goes_on(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, disk = tmp_path / "run", ("--states", "disk")
+    out, disk = tmp_path / "run", ("--states", "disk", "--update", "deferred")
     assert run(arguments(model, data, out, "--max-steps", "2", *disk, "--store", str(tmp_path / "one"))) == 0
     assert run(arguments(model, data, out, "--max-steps", "4", *disk, "--store", str(tmp_path / "two"))) == 0
     assert "is checked and moved from" in " ".join(capsys.readouterr().err.split())
     assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4]
     assert not list((tmp_path / "one").glob("spillway.data*"))
+    third = sum(size for path, size in metrics(out)[2]["written_bytes"].items() if "two" in path)
+    assert third > 0, "the move itself is written to the new drive, and of the third step nothing yet"
 
 
 def test_what_is_written_is_counted_also_where_the_run_directory_is_relative(

@@ -53,7 +53,7 @@ def place_store(
         with counting("checking and moving the store", 2 * size) as counter:
             whole = points.first_whole(counter.advance)
             refuse_foreign(tuple(path for path in paths if str(path) not in whole.geometry.paths))
-            move(directory, whole, paths, measure_shares(paths), counter.advance)
+            points.moved_bytes = move(directory, whole, paths, measure_shares(paths), counter.advance)
         points.directory = paths[0]
         geometry = points.find(True)[0].geometry
     points.step_over_short(geometry)

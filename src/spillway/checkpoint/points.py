@@ -43,6 +43,7 @@ class SavedPoints:
     found: tuple[Manifest, ...] = ()  # the newest first
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
     saved_step: int = 0
+    moved_bytes: dict[str, int] = field(default_factory=dict)  # written to each path to bring the store there
     noted: "_Point | None" = None
     pending: "_Pending | None" = None
     at_step: Callable[[], dict[str, str]] = dict  # what is only known when a step is over; joins `run`

@@ -39,9 +39,9 @@ def move(
     paths: tuple[Path, ...],
     shares: tuple[int, ...],
     progress: Callable[[int], None],
-) -> Manifest:
-    """Copy the saved point in `directory` to other paths. `progress` is called with bytes copied. Raises DiskError for
-    want of room; nothing is lost then."""
+) -> dict[str, int]:
+    """Copy the saved point in `directory` to other paths. `progress` is called with bytes copied. Returns the bytes
+    written to each path. Raises DiskError for want of room; nothing is lost then."""
     was = manifest.geometry
     there = Geometry(tuple(map(str, paths)), shares, was.generation + 1)
     new = StripedDisk(there, keep=False)
@@ -57,6 +57,7 @@ def move(
         for unit, place in zip(manifest.units, places, strict=True):
             _copy(old, Extent(unit.offset, unit.num_bytes), new, place, progress)
         new.sync()
+        written = new.written_bytes
     finally:
         old.close()
         new.close()
@@ -68,7 +69,7 @@ def move(
             file.unlink(missing_ok=True)
     for file in was.files():
         file.unlink(missing_ok=True)
-    return moved
+    return written
 
 
 def _copy(old: StripedDisk, source: Extent, new: StripedDisk, target: Extent, progress: Callable[[int], None]) -> None:

@@ -65,8 +65,6 @@ def is_resumed(
             f"start another run, from this one's model ({directory / 'model'} when it is finished, `spillway export` "
             f"before)"
         )
-    if Path(found.geometry.paths[0]).resolve() != stores[0].resolve():
-        reporter.say(f"the saved point moves from {found.geometry.paths[0]} to {stores[0]}")
     return True
 
 

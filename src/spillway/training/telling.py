@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 
 from spillway import native
@@ -153,9 +153,10 @@ class Telling:
 
     def written(self) -> dict[str, int]:
         """Bytes written to each drive by this run."""
-        before = self._progress.written_before
-        now = self._training.session.store.homes.need_disk().written_bytes
-        return {path: before.get(path, 0) + now.get(path, 0) for path in {**before, **now}}
+        parts, written = self._training.parts, Counter(self._progress.written_before)
+        written.update(parts.points.moved_bytes)
+        written.update(parts.session.store.homes.need_disk().written_bytes)
+        return dict(written)
 
     def write_trace(self) -> None:
         """trace.json: the last step beside the one that was predicted."""
