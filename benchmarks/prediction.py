@@ -1,6 +1,7 @@
 """How wrong is the plan? Predicted and measured step time and peak memory, in cases with different bottlenecks.
 
-    python benchmarks/prediction.py [--steps 6] [--only TEXT ...] [--directory DIR] [--json FILE] [--check]
+    python benchmarks/prediction.py [--steps 6] [--dtype bfloat16] [--only TEXT ...] [--directory DIR] [--json FILE]
+                                    [--check]
 
 The demo's 128M-parameter Llama, trained through the command line in fresh processes on the CPU, each case twice: what
 the first run showed of the machine is what the second one is planned with. Each run also predicts its step anew after
@@ -97,10 +98,10 @@ class Result:
         return self.predicted_peak / self.measured_peak - 1
 
 
-def run_twice(case: Case, directory: Path, steps: int) -> Result | None:
+def run_twice(case: Case, directory: Path, steps: int, dtype: str) -> Result | None:
     """With a cache of its own, so that nothing is known before the first run."""
     with tempfile.TemporaryDirectory(dir=directory) as cache:
-        first, second = (run(case, directory, steps, cache) for _ in range(2))
+        first, second = (run(case, directory, steps, dtype, cache) for _ in range(2))
     if first is None or second is None:
         return None
     return replace(
@@ -112,13 +113,13 @@ def run_twice(case: Case, directory: Path, steps: int) -> Result | None:
     )
 
 
-def run(case: Case, directory: Path, steps: int, cache: str) -> Result | None:
+def run(case: Case, directory: Path, steps: int, dtype: str, cache: str) -> Result | None:
     """Train in a child; None where the case needs a throttle that cannot be had."""
     work = Path(tempfile.mkdtemp(prefix="run-", dir=directory))
     out = work / "run"
     command = [sys.executable, "-m", "spillway", "train", str(directory / "llama-128m")]
     command += [str(directory / "text"), "-o", str(out), "--device", "cpu", "--max-steps", str(steps), "--json"]
-    command += [*case.options, "--save-steps", "100000"]
+    command += [*case.options, "--dtype", dtype, "--save-steps", "100000"]
     for number in range(case.stores):
         command += ["--store", str(work / f"store-{number}")]
 
@@ -149,6 +150,7 @@ def main() -> int:
     """Print the table; with --check, 1 where a target is missed."""
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--dtype", default="bfloat16", help="float32 where the CPU has no AVX-512")
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT")
     parser.add_argument("--directory", type=Path)
     given = parser.parse_args()
@@ -156,7 +158,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
         subprocess.run([sys.executable, str(DEMO), directory], check=True, capture_output=True)
         for case in [case for case in CASES if any(text in case.name for text in given.only)]:
-            found = run_twice(case, Path(directory), given.steps)
+            found = run_twice(case, Path(directory), given.steps, given.dtype)
             if found is None:
                 print(f"{case.name:45} cannot be throttled here")
                 continue

@@ -50,6 +50,13 @@ class Arena:
         """Take back everything allocated after `mark`; its pages stay, for what is allocated next."""
         self._used = mark
 
+    def give_back(self, start: int, stop: int) -> None:
+        """These bytes' pages are the system's again, and zero when they are next touched. Nothing may be allocated,
+        pinned or registered there."""
+        start = align(start, mmap.PAGESIZE)  # larger than ours on some machines
+        if stop > start and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
 
 class SlabPools:
     """Free slabs of every pool of a plan. Leases of a pool are granted in the order of the operation list, which is

@@ -101,6 +101,12 @@ class PlacedStore:
             self.pools = SlabPools(plan.pools, self._buffers)
             return
         self._free_slabs()
+        for pool in plan.pools:
+            if pool.tier == "host":
+                self._buffers[pool.name] = [
+                    self.arena.allocate(pool.slab_bytes, f"the pool {pool.name}") for _ in range(pool.count)
+                ]
+        self._give_back_spare(plan)
         on_device = [pool for pool in plan.pools if pool.tier == "device"]
         sizes = {pool.name: [pool.slab_bytes] * pool.count for pool in on_device}
         self._device_buffers = {
@@ -111,12 +117,18 @@ class PlacedStore:
         for pool in on_device:
             if pool.name not in self._device_buffers:
                 self._device_buffers[pool.name] = [self._on_device(pool.slab_bytes) for _ in range(pool.count)]
-        for pool in plan.pools:
-            self._buffers[pool.name] = self._device_buffers.get(pool.name) or [
-                self.arena.allocate(pool.slab_bytes, f"the pool {pool.name}") for _ in range(pool.count)
-            ]
+        self._buffers.update(self._device_buffers)
         self._make_fast(self.arena.mark())
         self.pools, self._laid = SlabPools(plan.pools, self._buffers), plan.pools
+
+    def _give_back_spare(self, plan: Plan) -> None:
+        """What plans before had slabs in and this one has not, where its other memory needs it: slots on the device,
+        where that is host memory."""
+        end = self._fast_end
+        spare = end - self.arena.mark()
+        if spare > 0 and plan.peaks.host + spare > self._budget.host_bytes:
+            self._make_slow()
+            self.arena.give_back(self.arena.mark(), end)
 
     def _make_fast(self, end: int) -> None:
         """Touch, pin and register the slabs' part of the arena up to here, where it is not yet: that takes a tenth of a
