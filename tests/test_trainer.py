@@ -214,5 +214,5 @@ def test_what_an_earlier_run_trained_is_evaluated(tmp_path: Path) -> None:
     with streaming(llama(), tmp_path, data, placement=DISK) as trainer:
         trainer.train()
         expected = trainer.evaluate()["eval_loss"]
-    with streaming(llama(), tmp_path, data, placement={**DISK, "resume": True}) as trainer:
+    with streaming(llama(), tmp_path, data, placement={**DISK, "resume": True, "progress": False}) as trainer:
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected)

@@ -51,7 +51,7 @@ class Prepared:
     budget: Budget
     planner: Planner
     origins: Origins
-    reporter: Reporter  # shows how far loading and saving have come
+    reporter: Reporter  # shows how far loading has come
     optimizer: StreamingOptimizer | None = None  # None where it is not trained
 
     @property

@@ -130,10 +130,14 @@ class TrainerMixin:
                 self._rule or rule_of(self.args),
                 store=self._store or Path(self.args.output_dir) / "store",
                 device=self.args.device.type,
-                progress=not self.args.disable_tqdm,
                 gradient_accumulation_steps=self.args.gradient_accumulation_steps,
                 label_smoothing=self.args.label_smoothing_factor,
-                **{"param_groups": () if self._rule else self._groups(), "resume": self._resumes, **self._where},
+                **{
+                    "param_groups": () if self._rule else self._groups(),
+                    "resume": self._resumes,
+                    "progress": not self.args.disable_tqdm,
+                    **self._where,
+                },
             )
         return prepared(self.model)
 
