@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from spillway.model.alike import AlikeCalls, given_by
 from spillway.model.operators import OperatorTally, storage_of
 from spillway.model.units import Unit
 from spillway.model.work import Work
@@ -78,19 +79,38 @@ class CallShape:
 @dataclass(slots=True)
 class Profiler:
     """Collects the calls of one forward. `weights`: storages of parameters, which autograd need not save. `is_fake`:
-    tensors have no content, so they may be held."""
+    tensors have no content, so they may be held. `alike`: of fake tensors, calls that need not be made."""
 
     weights: set[int] = field(default_factory=set)
     is_fake: bool = False
+    alike: AlikeCalls | None = None
     calls: list[CallRecord] = field(default_factory=list)
 
     def call(self, call: UnitCall, work: Work | None = None) -> Any:
         """Run one call and write it down, with what is known of its memory."""
+        if self.alike is None or call.kind != "FORWARD":
+            return self._make(call, work)
+        given = call.args, call.kwargs
+        key = self.alike.key(call.unit, call.member, call.function, given, self.weights)
+        known, inputs = self.alike.known(key), tensors_by_place(given)
+        if known is not None:
+            result = known.again(inputs)
+            again = {"inputs": inputs, "outputs": tensors_by_place(result), "again": call}
+            self.calls.append(replace(known.facts, unit=call.unit, member=call.member, **again))
+            return result
+        before = self.alike.before(call.unit, call.member, given)
+        result, made = self._make(call, work), self.calls[-1]
+        facts = replace(made, unit=-1, member="", **_APART)
+        self.alike.note(key, None if before.is_changed() else given_by(inputs, result, facts, self.weights))
+        return result
+
+    def _make(self, call: UnitCall, work: Work | None) -> Any:
         inputs = tensors_by_place((call.args, call.kwargs))
         saved: dict[Any, int] = {}
         elsewhere = self.weights | {storage_of(tensor) for tensor in inputs.values()}
         # The graph holds both functions, for good if they hold it by a tensor of the call.
         is_fake, name = self.is_fake, call.member or "a unit"
+        held: list[torch.Tensor] = []  # so that no storage gets the number of one that is gone
 
         def note(tensor: torch.Tensor) -> torch.Tensor | None:
             storage = tensor.untyped_storage()
@@ -99,7 +119,8 @@ class Profiler:
             if not is_fake:
                 return None  # the activations of all calls would fill the memory
             # What an operator made would be held by it, for good.
-            return tensor if tensor.is_leaf else tensor.detach()
+            held.append(tensor if tensor.is_leaf else tensor.detach())
+            return held[-1]
 
         def saved_again(tensor: torch.Tensor | None) -> torch.Tensor:
             if tensor is None:
@@ -112,6 +133,7 @@ class Profiler:
         tally = OperatorTally({place: tensor for place, tensor in inputs.items() if tensor.layout is torch.strided})
         with torch.autograd.graph.saved_tensors_hooks(note, saved_again), tally:
             result = call.run()
+        held.clear()
         outputs = tensors_by_place(result)
         first = next(iter(inputs.values()), None)
         rows = first.shape[0] if first is not None and first.dim() else 0
@@ -134,6 +156,10 @@ class Profiler:
         )
         self.calls.append(record)
         return result
+
+
+# What differs between records of alike calls.
+_APART: dict[str, Any] = {"inputs": {}, "outputs": {}, "again": None}
 
 
 def tensors_by_place(tree: Any) -> dict[int, torch.Tensor]:

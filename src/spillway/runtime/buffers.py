@@ -3,18 +3,12 @@ computation; and of a forward on tensors without content nothing stays."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
-from operator import is_
-from typing import Any
 
 import torch
 from torch import nn
 
+from spillway.model.attributes import Attributes
 from spillway.model.units import Unit
-
-# Of a module: bound and unbound by others.
-_NOT_KEPT = ("_parameters", "_modules")
 
 
 class BufferGuard:
@@ -77,7 +71,7 @@ class _Kept:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules = list(modules)
-        self._attributes = [_Attributes.of(module) for module in self.modules]
+        self._attributes = [Attributes.of(module) for module in self.modules]
         items = (item for known in self._attributes for item in known.items())
         tensors = {id(item): item for item in items if _is_plain(item)}
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
@@ -103,71 +97,8 @@ class _Kept:
         _refill_tensors([kept for kept, known in known_versions if is_unseen or kept[0]._version != known])
 
 
-@dataclass(frozen=True, slots=True)
-class _Attributes:
-    """Of a module; and by name, what is in those that are containers and not empty."""
-
-    values: dict[str, Any]
-    contents: dict[str, list[Any]]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> "_Attributes":
-        own = vars(module)
-        return cls(own.copy(), {name: _content(value) for name, value in own.items() if _holds(name, value) and value})
-
-    def items(self) -> Iterator[Any]:
-        """All that was found."""
-        return chain(self.values.values(), *self.contents.values())
-
-    def are_those_of(self, module: nn.Module) -> bool:
-        """Whether the module still has the same. Made for speed: it runs in every forward."""
-        own = vars(module)
-        if own.keys() != self.values.keys() or not all(map(is_, own.values(), self.values.values())):
-            return False
-        for name, value in own.items():
-            if _holds(name, value) and value and not _are_same(_content(value), self.contents.get(name, [])):
-                return False
-        return all(map(own.__getitem__, self.contents))  # what was filled is not empty now
-
-    def restore(self, module: nn.Module) -> None:
-        """Let the module have them again."""
-        own = vars(module)
-        for name in own.keys() - self.values.keys():
-            del own[name]
-        for name, value in self.values.items():
-            own[name] = value
-            if _holds(name, value) and not isinstance(value, tuple):
-                known = self.contents.get(name, [])
-                if not _are_same(_content(value), known):
-                    _refill(value, known)
-
-
-def _holds(name: str, value: object) -> bool:
-    return isinstance(value, (dict, list, set, tuple)) and name not in _NOT_KEPT
-
-
-def _content(container: Any) -> list[Any]:
-    if isinstance(container, dict):
-        return [part for item in container.items() for part in item]
-    return list(container)
-
-
 def _is_plain(item: object) -> bool:
     return isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter) and not item.is_inference()
-
-
-def _are_same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(map(is_, now, before))
-
-
-def _refill(container: Any, content: list[Any]) -> None:
-    container.clear()
-    if isinstance(container, dict):
-        container.update(zip(content[::2], content[1::2], strict=True))
-    elif isinstance(container, set):
-        container.update(content)
-    else:
-        container.extend(content)
 
 
 def _refill_tensors(before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

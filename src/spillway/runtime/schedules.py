@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from spillway.model.alike import AlikeCalls
 from spillway.model.binding import bound
 from spillway.model.operators import storage_of
 from spillway.model.profile import (
@@ -189,6 +190,21 @@ class Schedules:
     def _profile_fake(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Hashable, ...]
     ) -> list[CallRecord]:
+        members = {(index, path): part for index, unit in enumerate(self._units) for path, part in unit.members}
+        alike = AlikeCalls(members)
+        try:
+            calls = self._forward_fake(args, kwargs, seen, alike)
+        except Exception:
+            if not alike.is_used:
+                raise
+        else:
+            if not alike.is_contradicted:
+                return calls
+        return self._forward_fake(args, kwargs, seen, None)
+
+    def _forward_fake(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Hashable, ...], alike: AlikeCalls | None
+    ) -> list[CallRecord]:
         with (
             rng_kept(self._device),
             nothing_kept(self._model.modules()),
@@ -206,7 +222,7 @@ class Schedules:
                 weights |= {storage_of(fake) for fake in fakes.values()}
                 stack.enter_context(bound(unit, fakes, self._placeholders))
             args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
-            return self._record(args, kwargs, Profiler(weights, is_fake=True), is_real=False)
+            return self._record(args, kwargs, Profiler(weights, True, alike), is_real=False)
 
     def _fakes(self, unit: Unit) -> dict[str, nn.Parameter]:
         return {

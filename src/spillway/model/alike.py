@@ -1,0 +1,243 @@
+"""Calls that are alike: a model is the same block many times over, and what one of them does with fake tensors, all do.
+
+Alike are calls of modules that are built alike, on arguments that are alike. That cannot be proven, for a forward is
+code that may ask anything; so of the calls that are told to be alike the first, the second, the fourth and so on are
+made all the same, and where one does something else, none is taken for another.
+"""
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from spillway.model.attributes import Attributes
+from spillway.model.operators import storage_of
+
+# Of a module: told by what it holds, or different for each without a difference in what it does. (transformers gives
+# every block its number, for caches.)
+_APART = ("_parameters", "_modules", "forward", "_compiled_call_impl", "layer_idx")
+_PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type, TreeSpec)
+
+
+class _UnlikeAnything(Exception):
+    """Nothing can be told of a call without making it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that a call made."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Made":
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def again(self) -> torch.Tensor:
+        tensor = torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
+        )
+        return tensor.clone() if self.requires_grad else tensor  # what a call gives is no leaf, and may be written to
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a call gave: tensors that it made, inputs of its own (by place), plain values; and what was noted of it."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    facts: Any
+
+    def again(self, inputs: dict[int, torch.Tensor]) -> Any:
+        """The same of a call with these inputs."""
+        leaves = [
+            leaf.again() if isinstance(leaf, _Made) else inputs[leaf.place] if isinstance(leaf, _Input) else leaf
+            for leaf in self.leaves
+        ]
+        return tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    place: int
+
+
+@dataclass(slots=True)
+class AlikeCalls:
+    """Of one forward. `modules`: by unit and path."""
+
+    modules: Mapping[tuple[int, str], nn.Module]
+    is_used: bool = False  # a call was not made
+    is_contradicted: bool = False  # what was taken for alike is not
+    _kinds: dict[tuple[int, str], Hashable] = field(default_factory=dict)
+    _found: dict[Hashable, tuple[Given | None, int]] = field(default_factory=dict)  # and how many asked for it
+
+    def key(
+        self, unit: int, member: str, function: Callable[..., Any], tree: Any, weights: set[int]
+    ) -> Hashable | None:
+        """Calls of the same key are alike; `tree`: their arguments, `weights`: storages of parameters. None: unlike
+        any other."""
+        try:
+            if (unit, member) not in self._kinds:
+                self._kinds[unit, member] = _kind(self.modules[unit, member])
+            own = _fixed(inspect.unwrap(function))
+            return self._kinds[unit, member], own, _arguments(tree, weights), _modes()
+        except (_UnlikeAnything, RecursionError):
+            return None
+
+    def known(self, key: Hashable | None) -> Given | None:
+        """What a call gives that need not be made."""
+        if key is None or key not in self._found:
+            return None
+        given, times = self._found[key]
+        self._found[key] = given, times + 1
+        if given is None or not (times + 1) & times:  # of those that are alike 1, 3, 7, ... were before
+            return None
+        self.is_used = True
+        return given
+
+    def note(self, key: Hashable | None, given: Given | None) -> None:
+        """What a call gave that was made; None where no other can give the same."""
+        if key is None:
+            return
+        known, times = self._found.get(key, (None, 1))
+        if known is None:
+            self._found[key] = given, times
+        elif known != given:
+            self.is_contradicted = True
+
+    def before(self, unit: int, member: str, tree: Any) -> "Before":
+        """Look at what a call may change."""
+        modules = list(self.modules[unit, member].modules())
+        leaves, spec = tree_flatten(tree)
+        versions = [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return Before(modules, [Attributes.of(module) for module in modules], tree, spec, versions)
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What modules held and what they were given, before a call."""
+
+    modules: list[nn.Module]
+    attributes: list[Attributes]
+    tree: Any
+    spec: TreeSpec
+    versions: list[int]
+
+    def is_changed(self) -> bool:
+        """Whether the call gave something by another way than what it returned."""
+        leaves, spec = tree_flatten(self.tree)
+        if spec != self.spec or self.versions != [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]:
+            return True
+        pairs = zip(self.modules, self.attributes, strict=True)
+        return any(not known.are_those_of(module) for module, known in pairs)
+
+
+def _arguments(tree: Any, weights: set[int]) -> Hashable:
+    leaves, spec = tree_flatten(tree)
+    seen: dict[int, int] = {}
+    lying: dict[int, int] = {}
+    parts: list[Hashable] = [spec]
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            parts.append(_value(leaf))
+            continue
+        if not isinstance(leaf, FakeTensor) or leaf.layout is not torch.strided:
+            raise _UnlikeAnything
+        storage = storage_of(leaf)
+        where = seen.setdefault(id(leaf), place), lying.setdefault(storage, place), storage in weights
+        parts.append((_Made.of(leaf), where))
+    return tuple(parts)
+
+
+def given_by(inputs: dict[int, torch.Tensor], result: Any, facts: Any, weights: set[int]) -> Given | None:
+    """What a call gave; None where an output lies in the memory of another, of an input or of weights, or is no plain
+    value."""
+    leaves, spec = tree_flatten(result)
+    places = {id(tensor): place for place, tensor in reversed(inputs.items())}
+    taken = weights | {storage_of(tensor) for tensor in inputs.values()}
+    parts: list[Any] = []
+    for leaf in leaves:
+        if id(leaf) in places:
+            parts.append(_Input(places[id(leaf)]))
+        elif not isinstance(leaf, torch.Tensor):
+            try:
+                parts.append(_value(leaf))
+            except _UnlikeAnything:
+                return None
+        elif not isinstance(leaf, FakeTensor) or leaf.layout is not torch.strided or storage_of(leaf) in taken:
+            return None
+        else:
+            taken.add(storage_of(leaf))
+            parts.append(_Made.of(leaf))
+    return Given(tuple(parts), spec, facts)
+
+
+def _modes() -> Hashable:
+    return tuple(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
+def _value(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, _PLAIN):
+        return leaf
+    raise _UnlikeAnything  # it may change, or be changed
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """How a module is built: of which modules, parameters and attributes."""
+    return tuple(
+        (
+            name,
+            type(part),
+            tuple((key, _parameter(param)) for key, param in part._parameters.items()),
+            tuple((key, _held(key, value)) for key, value in vars(part).items() if key not in _APART),
+        )
+        for name, part in module.named_modules()
+    )
+
+
+def _parameter(param: nn.Parameter | None) -> Hashable:
+    return None if param is None else (param.shape, param.dtype, param.requires_grad)
+
+
+def _held(key: str, value: object) -> Hashable:
+    if isinstance(value, dict) and "_hooks" in key:  # by numbers that every hook has of its own
+        return _each(value.values())
+    return _fixed(value)
+
+
+def _fixed(value: object) -> Hashable:
+    """Equal for what is alike: by value, by what a function is made of, or by identity."""
+    if value is None or isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, torch.Tensor):
+        return _Made.of(value) if value.layout is torch.strided else id(value)
+    if isinstance(value, dict):
+        return _each(part for item in value.items() for part in item)
+    if isinstance(value, (tuple, list)):
+        return type(value), _each(value)
+    if isinstance(value, (set, frozenset)):
+        return frozenset(map(_fixed, value))
+    if isinstance(value, MethodType):
+        return _fixed(value.__func__)
+    if isinstance(value, FunctionType):
+        held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        return value.__code__, _each(value.__defaults__ or ()), _each(held)
+    if isinstance(value, partial):
+        return _fixed(value.func), _each(value.args), _fixed(value.keywords)
+    return id(value)
+
+
+def _each(values: Iterable[object]) -> Hashable:
+    return tuple(map(_fixed, values))

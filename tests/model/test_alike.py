@@ -1,0 +1,150 @@
+"""Profiles of models whose blocks are alike, told without making every call."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import models
+from spillway.assembly import model_profiler
+from spillway.model.alike import AlikeCalls
+from spillway.spec.model import ModelProfile
+from spillway.spec.state import EXACT
+
+BLOCKS = 16
+
+
+class Block(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.layer_idx = index
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, extra: Any = None) -> Any:
+        return x + self.linear(x).relu()
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: list[Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def profile(model: nn.Module, batch: dict[str, Any], micro_batch: int | None = None) -> ModelProfile:
+    return model_profiler(model, EXACT, batch, micro_batch)
+
+
+def with_every_call(monkeypatch: pytest.MonkeyPatch, *asked: Any) -> ModelProfile:
+    with monkeypatch.context() as patch:
+        patch.setattr(AlikeCalls, "known", lambda self, key: None)
+        return profile(*asked)
+
+
+def x() -> dict[str, Any]:
+    return {"x": torch.randn(4, 8)}
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_a_profile_is_what_it_is_with_every_call_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = models.batch(name, 0)
+    whole = with_every_call(monkeypatch, models.MODELS[name](), batch, 2)
+    assert profile(models.MODELS[name](), batch, 2) == whole
+
+
+class Counted(Block):
+    times = 0
+
+    def forward(self, x: torch.Tensor, extra: Any = None) -> Any:
+        Counted.times += 1
+        return super().forward(x)
+
+
+def test_of_many_blocks_few_are_called() -> None:
+    found = profile(Stack([Counted(index) for index in range(BLOCKS)]), x())
+    assert len(found.calls) == BLOCKS
+    # The first, second, fourth, eighth and sixteenth; and one alone, for what it takes while it computes.
+    assert Counted.times == 6
+
+
+class Kinds(Block):
+    """What it does depends on an attribute."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.is_wide = index % 3 == 0
+
+    def forward(self, x: torch.Tensor, extra: Any = None) -> Any:
+        return x + self.linear(torch.cat([x, x])).relu()[: len(x)] if self.is_wide else super().forward(x)
+
+
+class Numbered(Block):
+    """What it does depends on its number."""
+
+    def forward(self, x: torch.Tensor, extra: Any = None) -> Any:
+        return x + self.linear(torch.cat([x, x])).relu()[: len(x)] if self.layer_idx > 5 else super().forward(x)
+
+
+class Writing(Block):
+    """Gives what it makes in the memory of what it was given."""
+
+    def forward(self, x: torch.Tensor, extra: Any = None) -> Any:
+        return x.clone().add_(self.linear(x)) if self.layer_idx == 0 else x.add_(self.linear(x.clone()))
+
+
+class Holding(Block):
+    """Leaves a loss on itself."""
+
+    def forward(self, x: torch.Tensor, extra: Any = None) -> Any:
+        self.penalty = x.square().mean()
+        return super().forward(x)
+
+
+class Penalised(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + sum(block.penalty for block in self.blocks)  # type: ignore[misc]
+
+
+class Collecting(Block):
+    """Leaves something in a list that it was given."""
+
+    def forward(self, x: torch.Tensor, extra: Any = None) -> Any:
+        extra.append(x)
+        return super().forward(x)
+
+
+class Collected(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, found)
+        return x.sum() + len(found)
+
+
+@pytest.mark.parametrize("block", [Block, Kinds, Numbered, Writing])
+def test_what_a_block_does_is_seen(block: type[Block], monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Stack:
+        return Stack([block(index) for index in range(BLOCKS)])
+
+    assert profile(make(), x()) == with_every_call(monkeypatch, make(), x())
+
+
+def test_blocks_that_are_not_alike_have_profiles_of_their_own() -> None:
+    for block, few in ((Kinds, 6), (Numbered, 10)):
+        found = profile(Stack([block(index) for index in range(BLOCKS)]), x())
+        assert sum(call.flops == max(call.flops for call in found.calls) for call in found.calls) == few
+
+
+@pytest.mark.parametrize(("block", "stack"), [(Holding, Penalised), (Collecting, Collected)])
+def test_what_blocks_leave_elsewhere_is_left(
+    block: type[Block], stack: type[Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> Stack:
+        return stack([block(index) for index in range(BLOCKS)])
+
+    assert profile(make(), x()) == with_every_call(monkeypatch, make(), x())
