@@ -15,6 +15,7 @@ from spillway.checkpoint.place import place_store, store_paths
 from spillway.checkpoint.points import SavedPoints
 from spillway.checkpoint.sources import persistent_buffers
 from spillway.model.guards import guard
+from spillway.model.profile import with_form
 from spillway.model.units import find_units
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.origins import Origins, comes_from
@@ -26,8 +27,8 @@ from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Placement, Plan
-from spillway.spec.state import StateFormat
+from spillway.spec.plan import Plan
+from spillway.spec.state import EXACT, StateFormat
 from spillway.store.placed import PlacedStore
 
 
@@ -187,27 +188,28 @@ def give_back(model: nn.Module) -> None:
         _prepared.pop(model, None)
 
 
-def model_profiler(
-    model: nn.Module, form: StateFormat, batch: Mapping[str, Any], micro_batch: int | None, kind: str = "cpu"
-) -> ModelProfile:
-    """What the planner needs to know of a model on the meta device, from one forward on fake tensors in the place of
-    this batch (keyword arguments), for a device of this kind. The model serves for nothing else afterwards."""
-    units = find_units(model, form)
-    nothing = Budget(0, 0, 0, 0)
-    placed = PlacedStore(
-        [unit.layout for unit in units], None, nothing, lambda size: torch.empty(0), lambda _: _nothing, ()
-    )
-    found: list[ModelProfile] = []
+class ModelProfiler:
+    """What the planner needs to know of a model on the meta device, from forwards on fake tensors. The model serves for
+    nothing else afterwards."""
 
-    def note(profile: ModelProfile, is_open: bool) -> Plan:
-        found.append(profile)
-        return Plan(Placement((), (), "serial", False, 1, 1, 1, 1), (), ())
+    def __init__(self, model: nn.Module, kind: str = "cpu") -> None:
+        """`kind`: of the device that will compute."""
+        self._units = find_units(model)
+        layouts = [unit.layout for unit in self._units]
+        store = PlacedStore(layouts, None, Budget(0, 0, 0, 0), lambda size: torch.empty(0), lambda _: _nothing, ())
+        session = Session(model, self._units, CpuDevice(kind), _no_plan, store, 1, None, 1)
+        _adapt(model, session)
+        session.engine.close()
+        self._schedules = session.schedules
 
-    session = Session(model, units, CpuDevice(kind), note, placed, 1, micro_batch, 1)
-    _adapt(model, session)
-    session.profile((), dict(batch))
-    session.engine.close()
-    return found[0]
+    def of(self, batch: Mapping[str, Any], micro_batch: int | None = None, form: StateFormat = EXACT) -> ModelProfile:
+        """Of a batch in the place of this one (keyword arguments of the forward), micro-batches of so many rows and
+        what an optimizer keeps. Raises UsageError."""
+        return with_form(self._schedules.profile((), dict(batch), micro_batch), self._units, form)
+
+
+def _no_plan(profile: ModelProfile, is_open: bool) -> Plan:
+    raise AssertionError("a model that is only profiled was to be planned")
 
 
 def _nothing() -> None:

@@ -11,10 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, Modern
 import models
 import spillway
 from spillway.api import close
-from spillway.assembly import model_profiler, prepared
+from spillway.assembly import ModelProfiler, prepared
 from spillway.integrations import loss as chunked
 from spillway.integrations.loss import DeferredLogits
-from spillway.spec.state import EXACT
 
 LR = 0.1
 
@@ -132,7 +131,7 @@ def test_a_vocabulary_of_256k_at_8k_tokens_takes_less_than_a_gigabyte(
     with torch.device("meta"):
         model = LlamaForCausalLM(config).bfloat16()
     ids = torch.zeros(1, 8192, dtype=torch.int64)
-    profile = model_profiler(model, EXACT, {"input_ids": ids, "labels": ids}, None, kind)
+    profile = ModelProfiler(model, kind).of({"input_ids": ids, "labels": ids}, None)
     head = next(call for call in profile.calls if call.kind == "LOSS")
     assert 0 < head.work_bytes < 10**9
 

@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 import models
-from spillway.assembly import model_profiler
+from spillway.assembly import ModelProfiler
 from spillway.integrations.masks import MaskFacts, read_masks
-from spillway.spec.state import EXACT
 
 LENGTH = 16
 
@@ -51,7 +50,7 @@ def test_a_profile_has_the_masks_of_a_step(make: object, kind: str, monkeypatch:
     model(**batch(kind), use_cache=False)
     in_a_step = list(seen)
     seen.clear()
-    model_profiler(make(), EXACT, batch(kind), None)  # type: ignore[operator]
+    ModelProfiler(make()).of(batch(kind), None)  # type: ignore[operator]
     assert in_a_step and seen[: len(in_a_step)] == in_a_step
 
 

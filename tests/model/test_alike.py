@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import models
-from spillway.assembly import model_profiler
+from spillway.assembly import ModelProfiler
 from spillway.model.alike import AlikeCalls
 from spillway.spec.model import ModelProfile
-from spillway.spec.state import EXACT
 
 BLOCKS = 16
 
@@ -37,7 +36,7 @@ class Stack(nn.Module):
 
 
 def profile(model: nn.Module, batch: dict[str, Any], micro_batch: int | None = None) -> ModelProfile:
-    return model_profiler(model, EXACT, batch, micro_batch)
+    return ModelProfiler(model).of(batch, micro_batch)
 
 
 def with_every_call(monkeypatch: pytest.MonkeyPatch, *asked: Any) -> ModelProfile:

@@ -18,6 +18,8 @@ from spillway.model.work import Work
 from spillway.spec.errors import UsageError
 from spillway.spec.model import CallProfile, ModelProfile, OperatorClass, UnitProfile
 from spillway.spec.sizes import PAGE, align
+from spillway.spec.state import StateFormat
+from spillway.store.layout import laid_out_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +305,9 @@ def _whole(call: CallRecord) -> int:
     return 2 * outputs + sum(tensor_bytes(tensor) for tensor in call.inputs.values() if tensor.requires_grad)
 
 
-def with_units(profile: ModelProfile, units: tuple[Unit, ...]) -> ModelProfile:
-    """The same calls of units that are laid out for another optimizer."""
+def with_form(profile: ModelProfile, units: tuple[Unit, ...], form: StateFormat) -> ModelProfile:
+    """The same calls of the same units, laid out for another optimizer."""
+    units = tuple(replace(unit, layout=laid_out_for(unit.layout, form)) for unit in units)
     return replace(
         profile,
         units=tuple(map(unit_profile, units)),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from spillway.api import as_dtype
-from spillway.assembly import model_profiler
+from spillway.assembly import ModelProfiler
 from spillway.data import Batches, encode_files
 from spillway.hardware.calibration import as_seen
 from spillway.hardware.catalogue import DRIVES, find_machine
@@ -29,8 +29,7 @@ from spillway.integrations.huggingface import (
 )
 from spillway.integrations.packing import keeps_documents_apart
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
-from spillway.model.profile import batch_rows, with_units
-from spillway.model.units import find_units
+from spillway.model.profile import batch_rows
 from spillway.optim.config import Rule, settings_of, state_format
 from spillway.plan.request import PlanRequest
 from spillway.plan.search import fits, make_plan, swapped_plans
@@ -100,14 +99,16 @@ class OwnModel:
 
 @dataclass(slots=True)
 class Question:
-    """A model, what is to be trained on it, and a machine. Profiles are made once per shape of the batch."""
+    """A model, what is to be trained on it, and a machine. The model is built once, and a forward of it made once per
+    shape of the batch."""
 
     options: TrainOptions
     machine: Machine
     measured: bool
     rows: int  # of an epoch of the data; 0 unknown
     own: OwnModel | None = None
-    _profiles: dict[tuple[int, int, int | None, int], dict[StateFormat, ModelProfile]] = field(default_factory=dict)
+    _profilers: dict[tuple[int | None, int], ModelProfiler] = field(default_factory=dict)
+    _profiles: dict[tuple[int, int, int | None, int, StateFormat], ModelProfile] = field(default_factory=dict)
 
     def budget(self, machine: Machine) -> Budget:
         """What the options allow of the machine."""
@@ -146,20 +147,24 @@ class Question:
         micro = options.per_device_train_batch_size
         rows = micro * options.gradient_accumulation_steps
         form = state_format(self.settings())
-        key = (rows, micro, layers, length)
-        known = self._profiles.setdefault(key, {})
-        if form not in known:
+        key = (rows, micro, layers, length, form)
+        if key not in self._profiles:
             if self.own is not None:
-                model, batch = self.own.on_meta(), self.own.batch(rows)
+                batch = self.own.batch(rows)
             else:
-                model = build(self.options.model, as_dtype(self.options.dtype), layers, length)
                 ids = torch.zeros(rows, length, dtype=torch.int64)
                 batch = {"input_ids": ids, "labels": ids}
-            if known:  # with states of another form, which are nothing to its calls
-                known[form] = with_units(next(iter(known.values())), find_units(model, form))
+            self._profiles[key] = self._profiler(layers, length).of(batch, micro, form)
+        return self._profiles[key]
+
+    def _profiler(self, layers: int | None, length: int) -> ModelProfiler:
+        if (layers, length) not in self._profilers:
+            if self.own is not None:
+                model = self.own.on_meta()
             else:
-                known[form] = model_profiler(model, form, batch, micro, self.machine.hardware.device)
-        return known[form]
+                model = build(self.options.model, as_dtype(self.options.dtype), layers, length)
+            self._profilers[layers, length] = ModelProfiler(model, self.machine.hardware.device)
+        return self._profilers[layers, length]
 
     def plan(self, machine: Machine, profile: ModelProfile) -> Plan:
         """Raises PlanInfeasible."""
@@ -233,8 +238,7 @@ def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: Ow
 
 def asked(question: Question, machine: Machine, options: TrainOptions | None = None) -> Question:
     """The same question about another machine, or with other options."""
-    options = options or question.options
-    return Question(options, machine, question.measured, question.rows, question.own, question._profiles)
+    return replace(question, options=options or question.options, machine=machine)
 
 
 def with_batch_tokens(question: Question, tokens: int) -> Question:

@@ -50,6 +50,14 @@ class Schedule:
     calls_beside: bool  # units are also called without gradients, which the list knows nothing of
 
 
+@dataclass(slots=True)
+class _Observed:
+    """The calls of a forward on a batch; and on one with a row more, once that was asked for."""
+
+    calls: list[CallRecord]
+    grown: list[CallRecord] | None = None
+
+
 # Makes the plan for a profile; the second argument tells whether units already rest where an earlier plan put them.
 Planner = Callable[[ModelProfile, bool], Plan]
 
@@ -99,6 +107,7 @@ class Schedules:
         self._at_rest = at_rest
         self._on_demand = on_demand
         self._known: dict[Any, Schedule] = {}
+        self._observed: dict[Any, _Observed] = {}
         self._profiler: Profiler | None = None
         self._is_real = False
         self._real_works: dict[Any, Work] = {}
@@ -107,22 +116,51 @@ class Schedules:
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
         """The schedule for batches like this one. Raises UsageError and PlanInfeasible."""
         self._refuse_other_device((args, kwargs))
-        seen = tuple(look.read(args, kwargs) for look in self.looks)
-        signature = (_signature((args, kwargs)), seen, self._model.training, self._autocast())
+        signature, seen = self._sign(args, kwargs)
         schedule = self._known.pop(signature, None) or self._make(args, kwargs, seen)
         self._known[signature] = schedule
         if len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]  # the one that was asked for longest ago
         return schedule
 
+    def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any], micro_batch: int | None) -> ModelProfile:
+        """What a step on this batch would be, cut into micro-batches of so many rows, before there are any weights.
+        Forwards that were made for other cuts serve again. Raises UsageError."""
+        signature, seen = self._sign(args, kwargs)
+        rows, found = batch_rows((args, kwargs)), self._observed.get(signature)
+        is_cut = micro_batch is not None and micro_batch < rows
+        try:
+            if found is None:
+                found = _Observed(self._try(lambda: self._profile_fake(args, kwargs, seen)))
+                self._observed[signature] = found
+            if is_cut and found.grown is None:
+                found.grown = self._profile_grown(args, kwargs, seen)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"the forward of {type(self._model).__name__} depends on the values of its tensors ({error}), so what "
+                f"it takes shows only when it is trained: prepare the model, whose first forward plans"
+            ) from error
+        shapes = shapes_of(found.calls, found.grown if is_cut else None, rows, micro_batch)
+        return self._profile_of(args, kwargs, found.calls, shapes)
+
+    def _sign(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Hashable, ...]]:
+        """What tells batches apart, and what is seen of its values."""
+        seen = tuple(look.read(args, kwargs) for look in self.looks)
+        return (_signature((args, kwargs)), seen, self._model.training, self._autocast()), seen
+
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Hashable, ...]) -> Schedule:
         self._calls_beside = False
-        tensors = _tensors((args, kwargs))
-        calls, shapes = self._profile(args, kwargs, seen) if tensors else ([], ())
-        works = self._works(calls, shapes)
-        tokens = max((leaf.numel() for leaf in tensors if not leaf.is_floating_point()), default=0)
-        profile = model_profile(self._units, calls, shapes, works, tokens)
+        calls, shapes = self._profile(args, kwargs, seen) if _tensors((args, kwargs)) else ([], ())
+        profile = self._profile_of(args, kwargs, calls, shapes)
         return Schedule(self._planner(profile, self._is_open()), profile, shapes, self._calls_beside)
+
+    def _profile_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], calls: list[CallRecord], shapes: tuple[CallShape, ...]
+    ) -> ModelProfile:
+        tokens = max((leaf.numel() for leaf in _tensors((args, kwargs)) if not leaf.is_floating_point()), default=0)
+        return model_profile(self._units, calls, shapes, self._works(calls, shapes), tokens)
 
     def _autocast(self) -> torch.dtype | None:
         kind = self._device.type
@@ -160,8 +198,7 @@ class Schedules:
             calls = self._try(lambda: self._profile_fake(args, kwargs, seen))
             grown = None
             if self._micro_batch is not None and self._micro_batch < rows:
-                more_args, more_kwargs = grow_batch((args, kwargs))
-                grown = self._profile_fake(more_args, more_kwargs, seen)
+                grown = self._profile_grown(args, kwargs, seen)
         except UsageError:
             raise
         except Exception as error:
@@ -186,6 +223,13 @@ class Schedules:
         for attempt in self.trials:
             profile = partial(attempt, profile)
         return profile()
+
+    def _profile_grown(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Hashable, ...]
+    ) -> list[CallRecord]:
+        """With one more row."""
+        args, kwargs = grow_batch((args, kwargs))
+        return self._profile_fake(args, kwargs, seen)
 
     def _profile_fake(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Hashable, ...]

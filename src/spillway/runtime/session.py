@@ -29,7 +29,6 @@ from spillway.runtime.schedules import Planner, Schedule, Schedules
 from spillway.runtime.unit import SideOutputs, returned_alone, run_in_step, stand_down, stand_in
 from spillway.runtime.window import Gradients, bind_residents, unbind_residents, weight_views
 from spillway.spec.errors import UsageError
-from spillway.spec.model import ModelProfile
 from spillway.spec.trace import StepResult
 from spillway.store.placed import PlacedStore
 
@@ -113,10 +112,6 @@ class Session:
             schedule = self.schedules.of(args, kwargs or {})
             self.engine.open(schedule)
         return schedule
-
-    def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelProfile:
-        """What a step on this batch would be, without opening anything."""
-        return self.schedules.of(args, kwargs).profile
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:

@@ -138,6 +138,13 @@ def lay_out(
     return UnitLayout(tuple(places), dtype, elements, weight_bytes, tuple(components), state_format)
 
 
+def laid_out_for(layout: UnitLayout, state_format: StateFormat) -> UnitLayout:
+    """The same parameters with what another optimizer keeps."""
+    if state_format == layout.state_format:
+        return layout
+    return lay_out([(place.name, place.shape, place.dtype, place.trainable) for place in layout.places], state_format)
+
+
 def _arrays(state_format: StateFormat, dtype: torch.dtype) -> list[tuple[str, int, int]]:
     """Name, bytes of an entry and elements of an entry of each array beside the weights."""
     size = MOMENTS[state_format.moments]
