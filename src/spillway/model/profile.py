@@ -5,6 +5,7 @@ The forward runs on fake tensors: shapes and dtypes only, no memory, no arithmet
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,9 +81,11 @@ class CallShape:
 
 @dataclass(slots=True)
 class Profiler:
-    """Collects the calls of one forward. `weights`: storages of parameters, which autograd need not save. `is_fake`:
+    """Collects the calls of one forward. `opened`: puts parameters into a unit for a call, if they are not there,
+    and gives their storages, which autograd need not save; `weights`: those that are there all along. `is_fake`:
     tensors have no content, so they may be held. `alike`: of fake tensors, calls that need not be made."""
 
+    opened: Callable[[int], AbstractContextManager[set[int]]]
     weights: set[int] = field(default_factory=set)
     is_fake: bool = False
     alike: AlikeCalls | None = None
@@ -91,7 +94,8 @@ class Profiler:
     def call(self, call: UnitCall, work: Work | None = None) -> Any:
         """Run one call and write it down, with what is known of its memory."""
         if self.alike is None or call.kind != "FORWARD":
-            return self._make(call, work)
+            with self.opened(call.unit) as weights:
+                return self._make(call, weights | self.weights, work)
         given = call.args, call.kwargs
         key = self.alike.key(call.unit, call.member, call.function, given, self.weights)
         known, inputs = self.alike.known(key), tensors_by_place(given)
@@ -101,15 +105,17 @@ class Profiler:
             self.calls.append(replace(known.facts, unit=call.unit, member=call.member, **again))
             return result
         before = self.alike.before(call.unit, call.member, given)
-        result, made = self._make(call, work), self.calls[-1]
+        with self.opened(call.unit) as own:
+            weights = own | self.weights
+            result, made = self._make(call, weights, work), self.calls[-1]
         facts = replace(made, unit=-1, member="", **_APART)
-        self.alike.note(key, None if before.is_changed() else given_by(inputs, result, facts, self.weights))
+        self.alike.note(key, None if before.is_changed() else given_by(inputs, result, facts, weights))
         return result
 
-    def _make(self, call: UnitCall, work: Work | None) -> Any:
+    def _make(self, call: UnitCall, weights: set[int], work: Work | None) -> Any:
         inputs = tensors_by_place((call.args, call.kwargs))
         saved: dict[Any, int] = {}
-        elsewhere = self.weights | {storage_of(tensor) for tensor in inputs.values()}
+        elsewhere = weights | {storage_of(tensor) for tensor in inputs.values()}
         # The graph holds both functions, for good if they hold it by a tensor of the call.
         is_fake, name = self.is_fake, call.member or "a unit"
         held: list[torch.Tensor] = []  # so that no storage gets the number of one that is gone

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -178,7 +178,10 @@ class Schedules:
         is_beside = not torch.is_grad_enabled()
         self._calls_beside |= is_beside
         if not self._is_real:
-            return call.run() if is_beside else self._profiler.call(call)
+            if not is_beside:
+                return self._profiler.call(call)
+            with self._with_fakes(call.unit):
+                return call.run()
         with self._on_demand(call.unit) as (slot, _):
             result = call.run() if is_beside else self._profile_real_call(self._profiler, call, slot)
             return tree_map_only(torch.Tensor, lambda output: own_copy(output, slot), result)
@@ -260,13 +263,19 @@ class Schedules:
         ):
             for look, value in zip(self.looks, seen, strict=True):
                 stack.enter_context(look.told(value))
-            weights: set[int] = set()
-            for unit in self._units:
-                fakes = self._fakes(unit)
-                weights |= {storage_of(fake) for fake in fakes.values()}
-                stack.enter_context(bound(unit, fakes, self._placeholders))
+            # Those outside any unit's forward are there all along, the others while their unit is called.
+            resident = [index for index, unit in enumerate(self._units) if not unit.members]
+            weights = set[int]().union(*(stack.enter_context(self._with_fakes(index)) for index in resident))
             args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
-            return self._record(args, kwargs, Profiler(weights, True, alike), is_real=False)
+            return self._record(args, kwargs, Profiler(self._with_fakes, weights, True, alike), is_real=False)
+
+    @contextmanager
+    def _with_fakes(self, index: int) -> Iterator[set[int]]:
+        """Fake parameters in a unit; gives their storages."""
+        unit = self._units[index]
+        fakes = self._fakes(unit)
+        with bound(unit, fakes, self._placeholders):
+            yield {storage_of(fake) for fake in fakes.values()}
 
     def _fakes(self, unit: Unit) -> dict[str, nn.Parameter]:
         return {
@@ -344,7 +353,7 @@ class Schedules:
             nothing_kept(self._model.modules()),
             torch.compiler.set_stance("force_eager"),
         ):
-            return self._record(args, kwargs, Profiler(), is_real=True)
+            return self._record(args, kwargs, Profiler(_opened_by_others), is_real=True)
 
     def _record(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], profiler: Profiler, is_real: bool
@@ -366,6 +375,10 @@ def _quietly() -> Iterator[None]:
         yield
     finally:
         _FAKE_LOG.disabled = before
+
+
+def _opened_by_others(unit: int) -> AbstractContextManager[set[int]]:
+    return nullcontext(set())
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
