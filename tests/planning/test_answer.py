@@ -235,6 +235,20 @@ def test_any_module_is_planned_with_an_example_and_stays_as_it_is() -> None:
         spillway.predict(module, "rtx3090+980pro+64GB")
 
 
+class LooksAtValues(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sum() if x.sum().item() > 0 else self.linear(-x).sum()
+
+
+def test_a_module_that_looks_at_values_is_planned_when_it_trains() -> None:
+    with pytest.raises(spillway.UsageError, match="LooksAtValues depends on the values of its tensors.*prepare"):
+        spillway.predict(LooksAtValues(), "rtx3090+980pro+64GB", example={"x": torch.ones(2, 8)})
+
+
 def test_a_model_in_float32_computes_at_the_rate_of_float32(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ("gpt-10b", "--hardware", "a100-80+4x990pro+512GB", "--per-device-train-batch-size", "16",
              "--max-length", "1024")  # fmt: skip
