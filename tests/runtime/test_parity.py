@@ -40,10 +40,10 @@ class Case:
 
 
 def batches(case: Case) -> list[list[dict[str, torch.Tensor]]]:
-    """Every step's batches; their length changes from step to step."""
+    """Every step's batches; their length changes from step to step, to shorter ones and back."""
     numbers = itertools.count()
     return [
-        [models.batch(case.model, next(numbers), length=16 - 4 * (step % 3)) for _ in range(case.accumulation)]
+        [models.batch(case.model, next(numbers), length=16 - 4 * (step % 2)) for _ in range(case.accumulation)]
         for step in range(case.steps)
     ]
 

@@ -1,8 +1,10 @@
 """Device memory that one micro-batch of a call takes while it computes, temporaries included."""
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from math import prod
+from operator import ge
 from typing import Any
 
 import torch
@@ -28,6 +30,37 @@ class Work:
 
     peak: int = 0
     heap: int = 0
+
+
+Sizes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True)
+class MeasuredWorks:
+    """What calls were measured to take, by their kind and the sizes of their inputs. A call takes no more than a larger
+    one of its kind, which is taken for it where it is at most `slack` times as large: batches may be of any number of
+    lengths, and each measurement holds up training."""
+
+    slack: float
+    _known: dict[Hashable, list[tuple[Sizes, Work]]] = field(default_factory=dict)
+
+    def of(self, kind: Hashable, sizes: Sizes, measure: Callable[[], Work]) -> Work:
+        """Of a call; calls of a kind have inputs of the same number of dimensions."""
+        known = self._known.setdefault(kind, [])
+        near = [(_elements(other), work) for other, work in known if self._stands_for(other, sizes)]
+        if near:
+            return min(near, key=lambda found: found[0])[1]
+        known.append((sizes, measure()))
+        return known[-1][1]
+
+    def _stands_for(self, other: Sizes, sizes: Sizes) -> bool:
+        pairs = zip(other, sizes, strict=True)
+        is_as_large = all(all(map(ge, large, small)) for large, small in pairs)
+        return is_as_large and _elements(other) <= self.slack * _elements(sizes)
+
+
+def _elements(sizes: Sizes) -> int:
+    return sum(map(prod, sizes))
 
 
 class MemoryMeter(TorchDispatchMode):

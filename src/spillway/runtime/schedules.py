@@ -27,7 +27,7 @@ from spillway.model.profile import (
     tensors_by_place,
 )
 from spillway.model.units import Unit
-from spillway.model.work import Work, measure_work
+from spillway.model.work import MeasuredWorks, Work, measure_work
 from spillway.runtime.buffers import nothing_kept
 from spillway.runtime.calls import own_copy, rng_kept
 from spillway.runtime.device import Device
@@ -36,6 +36,8 @@ from spillway.spec.errors import UsageError
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
 
+# What a call takes while it computes may be told by one that is so many times as large.
+_SLACK = 1.25
 # Schedules that are kept, of about a megabyte each: batches may be of any number of lengths.
 _REMEMBERED = 128
 
@@ -110,7 +112,7 @@ class Schedules:
         self._observed: dict[Any, _Observed] = {}
         self._profiler: Profiler | None = None
         self._is_real = False
-        self._real_works: dict[Any, Work] = {}
+        self._measured = MeasuredWorks(_SLACK)
         self._calls_beside = False
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
@@ -143,7 +145,7 @@ class Schedules:
                 f"it takes shows only when it is trained: prepare the model, whose first forward plans"
             ) from error
         shapes = shapes_of(found.calls, found.grown if is_cut else None, rows, micro_batch)
-        return self._profile_of(args, kwargs, found.calls, shapes)
+        return self._profile_of(args, kwargs, found.calls, shapes, MeasuredWorks(1.0))
 
     def _sign(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Hashable, ...]]:
         """What tells batches apart, and what is seen of its values."""
@@ -153,14 +155,19 @@ class Schedules:
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], seen: tuple[Hashable, ...]) -> Schedule:
         self._calls_beside = False
         calls, shapes = self._profile(args, kwargs, seen) if _tensors((args, kwargs)) else ([], ())
-        profile = self._profile_of(args, kwargs, calls, shapes)
+        profile = self._profile_of(args, kwargs, calls, shapes, self._measured)
         return Schedule(self._planner(profile, self._is_open()), profile, shapes, self._calls_beside)
 
     def _profile_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], calls: list[CallRecord], shapes: tuple[CallShape, ...]
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        calls: list[CallRecord],
+        shapes: tuple[CallShape, ...],
+        measured: MeasuredWorks,
     ) -> ModelProfile:
         tokens = max((leaf.numel() for leaf in _tensors((args, kwargs)) if not leaf.is_floating_point()), default=0)
-        return model_profile(self._units, calls, shapes, self._works(calls, shapes), tokens)
+        return model_profile(self._units, calls, shapes, self._works(calls, shapes, measured), tokens)
 
     def _autocast(self) -> torch.dtype | None:
         kind = self._device.type
@@ -283,27 +290,32 @@ class Schedules:
             for place in unit.layout.places
         }
 
-    def _works(self, calls: list[CallRecord], shapes: tuple[CallShape, ...]) -> tuple[Work, ...]:
-        """What a micro-batch of each call takes while it computes, told by one call of each kind."""
-        known: dict[Any, Work] = {}
+    def _works(
+        self, calls: list[CallRecord], shapes: tuple[CallShape, ...], measured: MeasuredWorks
+    ) -> tuple[Work, ...]:
+        """What a micro-batch of each call takes while it computes."""
         works = []
         for call, shape in zip(calls, shapes, strict=True):
-            kind = self._kind(call.unit, call.inputs), shape.kind, shape.chunks, shape.chunk_rows
-            if kind not in known:
-                known[kind] = self._work(call, shape) if call.work is None else call.work
-            works.append(known[kind])
+            kind = self._kind(call.unit, call.kind, call.inputs)
+            sizes = tuple(tuple(size) for size in _cut_sizes(call, shape).values())
+            measure = partial(self._work, call, shape)
+            works.append(measured.of(kind, sizes, measure) if call.work is None else call.work)
         return tuple(works)
 
-    def _kind(self, unit: int, inputs: dict[int, torch.Tensor]) -> Any:
-        sizes = tuple((place.shape, place.dtype, place.trainable) for place in self._units[unit].layout.places)
-        return sizes, tuple((place, tuple(tensor.shape), tensor.dtype) for place, tensor in inputs.items())
+    def _kind(self, unit: int, kind: str, inputs: dict[int, torch.Tensor]) -> Hashable:
+        """Equal for calls that take as much while they compute if their inputs are as large."""
+        params = tuple((place.shape, place.dtype, place.trainable) for place in self._units[unit].layout.places)
+        given = ((place, tensor.dim(), tensor.dtype, tensor.requires_grad) for place, tensor in inputs.items())
+        return params, kind, tuple(given)
 
     def _real_work(self, call: UnitCall, params: dict[str, torch.Tensor]) -> Work:
-        """As `_work`, of a call on real data: the first of each kind is computed forward and backward by itself."""
-        kind = self._kind(call.unit, tensors_by_place((call.args, call.kwargs))), call.kind, call.chunk_rows
-        if kind in self._real_works:
-            return self._real_works[kind]
+        """As `_work`, of a call on real data, which is computed forward and backward by itself."""
+        inputs = tensors_by_place((call.args, call.kwargs))
+        kind = self._kind(call.unit, call.kind, inputs), call.chunk_rows
+        sizes = tuple(tuple(tensor.shape) for tensor in inputs.values())
+        return self._measured.of(kind, sizes, lambda: self._measure_real(call, params))
 
+    def _measure_real(self, call: UnitCall, params: dict[str, torch.Tensor]) -> Work:
         def own(tensor: torch.Tensor) -> torch.Tensor:
             piece = tensor[: call.chunk_rows] if call.kind == "LOSS" and tensor.dim() else tensor
             return piece.detach().requires_grad_(tensor.requires_grad)
@@ -314,7 +326,6 @@ class Schedules:
             found = measure_work(call.function, args, kwargs, list(params.values()), self._device_kind)
         for param in params.values():
             param.grad = None
-        self._real_works[kind] = found
         return found
 
     def _work(self, call: CallRecord, shape: CallShape) -> Work:
@@ -335,10 +346,8 @@ class Schedules:
                 if not unit.members and unit is not own:  # its parameters are there for every call
                     stack.enter_context(bound(unit, self._fakes(unit), self._placeholders))
             leaves, spec = tree_flatten((again.args, again.kwargs))
-            for place, tensor in call.inputs.items():
-                size = list(tensor.shape)
-                if shape.chunks > 1 and place in shape.cut_inputs:
-                    size[0] = min(shape.chunk_rows, size[0])
+            for place, size in _cut_sizes(call, shape).items():
+                tensor = call.inputs[place]
                 leaves[place] = torch.empty(size, dtype=tensor.dtype, device=tensor.device).requires_grad_(
                     tensor.requires_grad
                 )
@@ -375,6 +384,14 @@ def _quietly() -> Iterator[None]:
         yield
     finally:
         _FAKE_LOG.disabled = before
+
+
+def _cut_sizes(call: CallRecord, shape: CallShape) -> dict[int, list[int]]:
+    """Of the inputs of a micro-batch, by place."""
+    sizes = {place: list(tensor.shape) for place, tensor in call.inputs.items()}
+    for place in shape.cut_inputs if shape.chunks > 1 else ():
+        sizes[place][0] = min(shape.chunk_rows, sizes[place][0])
+    return sizes
 
 
 def _opened_by_others(unit: int) -> AbstractContextManager[set[int]]:
