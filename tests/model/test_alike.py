@@ -9,9 +9,10 @@ from torch import nn
 import models
 from spillway.assembly import ModelProfiler
 from spillway.model.alike import AlikeCalls
+from spillway.spec.errors import UsageError
 from spillway.spec.model import ModelProfile
 
-BLOCKS = 16
+BLOCKS = 20
 
 
 class Block(nn.Module):
@@ -67,8 +68,9 @@ class Counted(Block):
 def test_of_many_blocks_few_are_called() -> None:
     found = profile(Stack([Counted(index) for index in range(BLOCKS)]), x())
     assert len(found.calls) == BLOCKS
-    # The first, second, fourth, eighth and sixteenth; and one alone, for what it takes while it computes.
-    assert Counted.times == 6
+    # The first, whose input needs no gradient; of the others the first six, the eighth and the sixteenth; and of each
+    # kind one alone, for what it takes while it computes.
+    assert Counted.times == 1 + 8 + 2
 
 
 class Kinds(Block):
@@ -89,11 +91,23 @@ class Numbered(Block):
         return x + self.linear(torch.cat([x, x])).relu()[: len(x)] if self.layer_idx > 5 else super().forward(x)
 
 
-class Writing(Block):
-    """Gives what it makes in the memory of what it was given."""
+class EverySixth(Block):
+    """What it does depends on its number, now and then."""
 
     def forward(self, x: torch.Tensor, extra: Any = None) -> Any:
-        return x.clone().add_(self.linear(x)) if self.layer_idx == 0 else x.add_(self.linear(x.clone()))
+        return x + self.linear(torch.cat([x, x])).relu()[: len(x)] if self.layer_idx % 6 == 5 else super().forward(x)
+
+
+class Viewing(Block):
+    """Every other one gives what lies in the memory of what it was given."""
+
+    def forward(self, x: torch.Tensor, extra: Any = None) -> Any:
+        return super().forward(x) if self.layer_idx % 2 else x.view(-1, 8)
+
+
+class Writing(Block):
+    def forward(self, x: torch.Tensor, extra: Any = None) -> Any:
+        return x + self.linear(x) if self.layer_idx == 0 else x.add_(self.linear(x.clone()))
 
 
 class Holding(Block):
@@ -125,7 +139,7 @@ class Collected(Stack):
         return x.sum() + len(found)
 
 
-@pytest.mark.parametrize("block", [Block, Kinds, Numbered, Writing])
+@pytest.mark.parametrize("block", [Block, Kinds, Numbered, EverySixth, Viewing])
 def test_what_a_block_does_is_seen(block: type[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> Stack:
         return Stack([block(index) for index in range(BLOCKS)])
@@ -134,9 +148,14 @@ def test_what_a_block_does_is_seen(block: type[Block], monkeypatch: pytest.Monke
 
 
 def test_blocks_that_are_not_alike_have_profiles_of_their_own() -> None:
-    for block, few in ((Kinds, 6), (Numbered, 10)):
+    for block, few in ((Kinds, 7), (Numbered, 14), (EverySixth, 3)):
         found = profile(Stack([block(index) for index in range(BLOCKS)]), x())
         assert sum(call.flops == max(call.flops for call in found.calls) for call in found.calls) == few
+
+
+def test_a_block_that_changes_its_input_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"Writing\.forward changes one of its inputs in place.*copy"):
+        profile(Stack([Writing(index) for index in range(BLOCKS)]), x())
 
 
 @pytest.mark.parametrize(("block", "stack"), [(Holding, Penalised), (Collecting, Collected)])

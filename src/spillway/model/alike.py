@@ -1,8 +1,9 @@
 """Calls that are alike: a model is the same block many times over, and what one of them does with fake tensors, all do.
 
 Alike are calls of modules that are built alike, on arguments that are alike. That cannot be proven, for a forward is
-code that may ask anything; so of the calls that are told to be alike the first, the second, the fourth and so on are
-made all the same, and where one does something else, none is taken for another.
+code that may ask anything; so of the calls that are told to be alike the first six (what recurs mostly recurs within
+six blocks), the eighth, the sixteenth and so on are made all the same, and where one does something else, none is taken
+for another.
 """
 
 import inspect
@@ -23,6 +24,7 @@ from spillway.model.operators import storage_of
 # Of a module: told by what it holds, or different for each without a difference in what it does. (transformers gives
 # every block its number, for caches.)
 _APART = ("_parameters", "_modules", "forward", "_compiled_call_impl", "layer_idx")
+_FIRST = 6
 _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type, TreeSpec)
 
 
@@ -102,7 +104,7 @@ class AlikeCalls:
             return None
         given, times = self._found[key]
         self._found[key] = given, times + 1
-        if given is None or not (times + 1) & times:  # of those that are alike 1, 3, 7, ... were before
+        if given is None or times < _FIRST or not times & (times + 1):
             return None
         self.is_used = True
         return given
@@ -111,18 +113,16 @@ class AlikeCalls:
         """What a call gave that was made; None where no other can give the same."""
         if key is None:
             return
-        known, times = self._found.get(key, (None, 1))
-        if known is None:
-            self._found[key] = given, times
-        elif known != given:
-            self.is_contradicted = True
+        if key not in self._found:
+            self._found[key] = given, 1
+            return
+        known, _ = self._found[key]
+        self.is_contradicted |= known is not None and known != given
 
     def before(self, unit: int, member: str, tree: Any) -> "Before":
         """Look at what a call may change."""
         modules = list(self.modules[unit, member].modules())
-        leaves, spec = tree_flatten(tree)
-        versions = [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return Before(modules, [Attributes.of(module) for module in modules], tree, spec, versions)
+        return Before(modules, [Attributes.of(module) for module in modules], tree, tree_flatten(tree)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +133,10 @@ class Before:
     attributes: list[Attributes]
     tree: Any
     spec: TreeSpec
-    versions: list[int]
 
     def is_changed(self) -> bool:
         """Whether the call gave something by another way than what it returned."""
-        leaves, spec = tree_flatten(self.tree)
-        if spec != self.spec or self.versions != [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]:
+        if tree_flatten(self.tree)[1] != self.spec:
             return True
         pairs = zip(self.modules, self.attributes, strict=True)
         return any(not known.are_those_of(module) for module, known in pairs)

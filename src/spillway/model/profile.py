@@ -92,7 +92,8 @@ class Profiler:
     calls: list[CallRecord] = field(default_factory=list)
 
     def call(self, call: UnitCall, work: Work | None = None) -> Any:
-        """Run one call and write it down, with what is known of its memory."""
+        """Run one call and write it down, with what is known of its memory. Raises UsageError for one that changes its
+        inputs."""
         if self.alike is None or call.kind != "FORWARD":
             with self.opened(call.unit) as weights:
                 return self._make(call, weights | self.weights, work)
@@ -114,6 +115,7 @@ class Profiler:
 
     def _make(self, call: UnitCall, weights: set[int], work: Work | None) -> Any:
         inputs = tensors_by_place((call.args, call.kwargs))
+        versions = [tensor._version for tensor in inputs.values()]
         saved: dict[Any, int] = {}
         elsewhere = weights | {storage_of(tensor) for tensor in inputs.values()}
         # The graph holds both functions, for good if they hold it by a tensor of the call.
@@ -142,6 +144,8 @@ class Profiler:
         with torch.autograd.graph.saved_tensors_hooks(note, saved_again), tally:
             result = call.run()
         held.clear()
+        if versions != [tensor._version for tensor in inputs.values()]:
+            raise changed_in_place(getattr(call.function, "__qualname__", name))
         outputs = tensors_by_place(result)
         first = next(iter(inputs.values()), None)
         rows = first.shape[0] if first is not None and first.dim() else 0
@@ -164,6 +168,13 @@ class Profiler:
         )
         self.calls.append(record)
         return result
+
+
+def changed_in_place(name: str) -> UsageError:
+    """Of a forward that writes into what it was given."""
+    return UsageError(
+        f"{name} changes one of its inputs in place, so backward could not compute it again: let it work on a copy"
+    )
 
 
 # What differs between records of alike calls.

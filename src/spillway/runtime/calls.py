@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from spillway.model.profile import CallShape, UnitCall
+from spillway.model.profile import CallShape, UnitCall, changed_in_place
 from spillway.runtime.device import Device
 from spillway.runtime.graph import Graph, Like, Root, bypass
 from spillway.runtime.held import address_of
@@ -197,10 +197,7 @@ def run_forward(
                 parts.append([_settled(output, inputs, slot) for output in outputs])
             del inputs, outputs
     if versions != [tensor._version for tensor in tensors]:
-        raise UsageError(
-            f"{call.name} changes one of its inputs in place, so backward could not compute it again: let it work on a "
-            f"copy"
-        )
+        raise changed_in_place(call.name)
     invariant(spec is not None, "a call has at least one micro-batch")
     if streams > 1:
         device.take_over(output for part in parts for output in part if isinstance(output, torch.Tensor))
