@@ -153,6 +153,17 @@ def test_blocks_that_are_not_alike_have_profiles_of_their_own() -> None:
         assert sum(call.flops == max(call.flops for call in found.calls) for call in found.calls) == few
 
 
+def test_a_forward_that_was_put_into_a_part_is_seen() -> None:
+    def wider(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(torch.cat([x, x]), odd.weight, odd.bias)[: len(x)]
+
+    model = Stack([Block(index) for index in range(BLOCKS)])
+    odd = model.blocks[12].linear
+    odd.forward = wider  # type: ignore[method-assign]
+    calls = profile(model, x()).calls
+    assert [index for index, call in enumerate(calls) if call.flops > calls[0].flops] == [12]
+
+
 def test_a_block_that_changes_its_input_is_refused() -> None:
     with pytest.raises(UsageError, match=r"Writing\.forward changes one of its inputs in place.*copy"):
         profile(Stack([Writing(index) for index in range(BLOCKS)]), x())

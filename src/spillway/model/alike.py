@@ -21,9 +21,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from spillway.model.attributes import Attributes
 from spillway.model.operators import storage_of
 
-# Of a module: told by what it holds, or different for each without a difference in what it does. (transformers gives
+# Of a module: told by what these hold, or different for each without a difference in what it does. (transformers gives
 # every block its number, for caches.)
-_APART = ("_parameters", "_modules", "forward", "_compiled_call_impl", "layer_idx")
+_APART = ("_parameters", "_modules", "layer_idx")
+# Of a unit: stand in for its forward, which is looked at itself.
+_STOOD_IN = ("forward", "_compiled_call_impl")
 _FIRST = 6
 _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type, TreeSpec)
 
@@ -149,7 +151,7 @@ def _arguments(tree: Any, weights: set[int]) -> Hashable:
     parts: list[Hashable] = [spec]
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
-            parts.append(_value(leaf))
+            parts.append((type(leaf), _value(leaf)))
             continue
         if not isinstance(leaf, FakeTensor) or leaf.layout is not torch.strided:
             raise _UnlikeAnything
@@ -199,7 +201,11 @@ def _kind(module: nn.Module) -> Hashable:
             name,
             type(part),
             tuple((key, _parameter(param)) for key, param in part._parameters.items()),
-            tuple((key, _held(key, value)) for key, value in vars(part).items() if key not in _APART),
+            tuple(
+                (key, _held(key, value))
+                for key, value in vars(part).items()
+                if key not in _APART and (name or key not in _STOOD_IN)
+            ),
         )
         for name, part in module.named_modules()
     )
