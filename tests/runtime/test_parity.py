@@ -170,8 +170,19 @@ def deterministic() -> Iterator[None]:
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("name", tuple(models.MODELS))
 def test_placement_update_mode_and_activations_never_change_bits(name: str, tmp_path: Path) -> None:
+    assert_same_bits(name, WAYS[::11], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("name", tuple(models.MODELS))
+def test_nothing_that_is_chosen_changes_bits(name: str, tmp_path: Path) -> None:
+    assert_same_bits(name, WAYS, tmp_path)
+
+
+def assert_same_bits(name: str, ways: list[tuple[str, str, str]], tmp_path: Path) -> None:
     results = []
-    for index, (place, update, activations) in enumerate(WAYS[::7]):
+    for index, (place, update, activations) in enumerate(ways):
         case = Case(name, place, update, 2, 1, activations, steps=6)
         results.append(train(case, models.MODELS[name](), tmp_path / str(index), None))
     for losses, weights in results[1:]:
