@@ -1,6 +1,7 @@
 """How much memory this process may use, honouring cgroup limits."""
 
 import ctypes
+import mmap
 from pathlib import Path
 
 import psutil
@@ -17,10 +18,8 @@ def free_host_bytes() -> int:
 
 def process_bytes() -> int:
     """Host memory of this process that cannot be dropped: anonymous pages, not mapped files."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)
+    resident, files = Path("/proc/self/statm").read_text().split()[1:3]
+    return (int(resident) - int(files)) * mmap.PAGESIZE
 
 
 def trim_heap() -> None:

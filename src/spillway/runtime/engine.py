@@ -19,6 +19,9 @@ from spillway.spec.plan import HOME, Op
 from spillway.store.arena import SlabPools
 from spillway.store.placed import PlacedStore
 
+# Of the plan's peak: where more is taken, what was freed is given back before the next call.
+_NEAR = 0.98
+
 
 class Engine:
     """Has nothing to do until it is opened, and nothing any more once it is closed.
@@ -172,12 +175,14 @@ class Engine:
     def _make_room(self, op: Op) -> None:
         """Before logits, and in backward before a call that takes more than the one before it (the gradient of an
         embedding). What blocks have freed lies in the heap; tensors so large are mapped beside it. Given back where the
-        plan's peak would be passed, for it is not free: it comes back page by page."""
+        plan's peak would be passed, for it is not free: it comes back page by page. Besides, the heap grows from call
+        to call as what was freed no longer fits: also given back where the peak is near."""
         schedule = self.in_force
         differentiates = op.kind in ("LOSS", "BACKWARD") and op.call >= 0
         work = schedule.profile.calls[op.call].work_bytes if differentiates else 0
         grows, self._working = work > self._working, work
-        if grows and process_bytes() + work > schedule.plan.peaks.host:
+        taken, most = process_bytes(), schedule.plan.peaks.host
+        if taken > _NEAR * most or (grows and taken + work > most):
             self.device.trim()
 
     def _open_gradients(self, op: Op) -> Gradients:
