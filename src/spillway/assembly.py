@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,20 +15,18 @@ from spillway.checkpoint.place import place_store, store_paths
 from spillway.checkpoint.points import SavedPoints
 from spillway.checkpoint.sources import persistent_buffers
 from spillway.model.guards import guard
-from spillway.model.profile import with_form
 from spillway.model.units import find_units
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.origins import Origins, comes_from
 from spillway.plan.request import PlanRequest, space_of
 from spillway.planner import Planner, make_budget
 from spillway.report.progress import Reporter
-from spillway.runtime.device import CpuDevice, Device, open_device
+from spillway.runtime.device import Device, open_device
 from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
 from spillway.spec.hardware import Budget
-from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
-from spillway.spec.state import EXACT, StateFormat
+from spillway.spec.state import StateFormat
 from spillway.store.placed import PlacedStore
 
 
@@ -157,7 +155,7 @@ def assemble(
     _prepared[model] = parts
     try:
         session.on_undo.append(guard(model, session.drop_gradients))
-        _adapt(model, session, label_smoothing)
+        adapt_parts(model, session, label_smoothing)
     except BaseException:
         give_back(model)
         raise
@@ -188,34 +186,6 @@ def give_back(model: nn.Module) -> None:
         _prepared.pop(model, None)
 
 
-class ModelProfiler:
-    """What the planner needs to know of a model on the meta device, from forwards on fake tensors. The model serves for
-    nothing else afterwards."""
-
-    def __init__(self, model: nn.Module, kind: str = "cpu") -> None:
-        """`kind`: of the device that will compute."""
-        self._units = find_units(model)
-        layouts = [unit.layout for unit in self._units]
-        store = PlacedStore(layouts, None, Budget(0, 0, 0, 0), lambda size: torch.empty(0), lambda _: _nothing, ())
-        session = Session(model, self._units, CpuDevice(kind), _no_plan, store, 1, None, 1)
-        _adapt(model, session)
-        session.engine.close()
-        self._schedules = session.schedules
-
-    def of(self, batch: Mapping[str, Any], micro_batch: int | None = None, form: StateFormat = EXACT) -> ModelProfile:
-        """Of a batch in the place of this one (keyword arguments of the forward), micro-batches of so many rows and
-        what an optimizer keeps. Raises UsageError."""
-        return with_form(self._schedules.profile((), dict(batch), micro_batch), self._units, form)
-
-
-def _no_plan(profile: ModelProfile, is_open: bool) -> Plan:
-    raise AssertionError("a model that is only profiled was to be planned")
-
-
-def _nothing() -> None:
-    """Nothing was pinned."""
-
-
 def _move_buffers(model: nn.Module, device: Device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -231,7 +201,7 @@ def _copies(model: nn.Module) -> dict[int, nn.Parameter]:
     return copied_parameters(model)
 
 
-def _adapt(model: nn.Module, session: Session, label_smoothing: float = 0.0) -> None:
+def adapt_parts(model: nn.Module, session: Session, label_smoothing: float = 0.0) -> None:
     """The transformers models in it, which is all that needs transformers. Raises UsageError where the loss is not
     theirs to smooth."""
     parts = list(_library_models(model))

@@ -11,9 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, Modern
 import models
 import spillway
 from spillway.api import close
-from spillway.assembly import ModelProfiler, prepared
+from spillway.assembly import prepared
 from spillway.integrations import loss as chunked
 from spillway.integrations.loss import DeferredLogits
+from spillway.planning.profiler import ModelProfiler
 
 LR = 0.1
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 import models
-from spillway.assembly import ModelProfiler
 from spillway.integrations.masks import MaskFacts, read_masks
+from spillway.planning.profiler import ModelProfiler
 
 LENGTH = 16
 

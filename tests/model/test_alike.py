@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import models
-from spillway.assembly import ModelProfiler
 from spillway.model.alike import AlikeCalls
+from spillway.planning.profiler import ModelProfiler
 from spillway.spec.errors import UsageError
 from spillway.spec.model import ModelProfile
 

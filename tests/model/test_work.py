@@ -10,13 +10,14 @@ lengths = st.lists(st.integers(1, 300), min_size=1, max_size=30)
 
 def peaks(asked: list[int], slack: float) -> tuple[list[int], list[int]]:
     """What is told of rows of these lengths, each of which takes its square; and which were measured."""
-    works, measured = MeasuredWorks(slack), []
+    works, measured = MeasuredWorks(), []
 
     def measure(length: int) -> Work:
         measured.append(length)
         return Work(length**2)
 
-    found = [works.of("block", ((2, length), (length,)), lambda length=length: measure(length)) for length in asked]
+    shapes = [((2, length), (length,)) for length in asked]
+    found = [works.of("block", sizes, slack, lambda length=sizes[0][1]: measure(length)) for sizes in shapes]
     return [work.peak for work in found], measured
 
 
@@ -37,7 +38,7 @@ def test_of_many_lengths_few_are_measured() -> None:
 
 
 def test_what_is_larger_in_one_dimension_and_smaller_in_another_stands_for_nothing() -> None:
-    works = MeasuredWorks(4.0)
-    works.of("block", ((4, 8), (4,)), lambda: Work(32))
-    assert works.of("block", ((2, 16), (4,)), lambda: Work(16)) == Work(16)
-    assert works.of("other", ((4, 8), (4,)), lambda: Work(1)) == Work(1)
+    works = MeasuredWorks()
+    works.of("block", ((4, 8), (4,)), 4.0, lambda: Work(32))
+    assert works.of("block", ((2, 16), (4,)), 4.0, lambda: Work(16)) == Work(16)
+    assert works.of("other", ((4, 8), (4,)), 4.0, lambda: Work(1)) == Work(1)

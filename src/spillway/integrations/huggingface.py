@@ -16,7 +16,7 @@ from torch import nn
 from spillway.integrations.captures import captured
 from spillway.integrations.loss import install_loss
 from spillway.integrations.masks import masks_told, read_masks
-from spillway.runtime.schedules import Look
+from spillway.runtime.forwards import Look
 from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
 
@@ -227,7 +227,7 @@ def adapt(model: nn.Module, called: nn.Module, session: Session, label_smoothing
         if isinstance(part, transformers.PreTrainedModel) and getattr(part.config, "use_cache", False):
             _train_without_cache(part, session)
     if called is session.model:  # what a part is called with is not known before it is
-        session.schedules.looks.append(Look(read_masks, masks_told))
+        session.forwards.looks.append(Look(read_masks, masks_told))
     session.side_outputs = captured
     install_loss(model, called, session, label_smoothing)
 

@@ -108,7 +108,7 @@ class ChunkedLoss:
         )
         self._session.on_undo += [hook.remove for hook in hooks]
         self._session.on_undo.append(self._restore_loss)
-        self._session.schedules.trials.append(self._try)
+        self._session.forwards.trials.append(self._try)
 
     def _restore_loss(self) -> None:
         self._model.loss_function = self._whole_loss

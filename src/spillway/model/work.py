@@ -18,6 +18,9 @@ _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("a
 _WIDENED = 2.0  # times the largest parameter
 
 
+# In training, what a call takes may be told by one that is so many times as large.
+SLACK = 1.25
+
 # Tensors of so many bytes come from the system and go back to it (the most that glibc ever raises its threshold to);
 # smaller ones from the heap, which keeps what lies between others.
 _MAPPED_FROM = 32 << 20
@@ -41,22 +44,22 @@ class MeasuredWorks:
     one of its kind, which is taken for it where it is at most `slack` times as large: batches may be of any number of
     lengths, and each measurement holds up training."""
 
-    slack: float
     _known: dict[Hashable, list[tuple[Sizes, Work]]] = field(default_factory=dict)
 
-    def of(self, kind: Hashable, sizes: Sizes, measure: Callable[[], Work]) -> Work:
+    def of(self, kind: Hashable, sizes: Sizes, slack: float, measure: Callable[[], Work]) -> Work:
         """Of a call; calls of a kind have inputs of the same number of dimensions."""
         known = self._known.setdefault(kind, [])
-        near = [(_elements(other), work) for other, work in known if self._stands_for(other, sizes)]
+        near = [(_elements(other), work) for other, work in known if _stands_for(other, sizes, slack)]
         if near:
             return min(near, key=lambda found: found[0])[1]
         known.append((sizes, measure()))
         return known[-1][1]
 
-    def _stands_for(self, other: Sizes, sizes: Sizes) -> bool:
-        pairs = zip(other, sizes, strict=True)
-        is_as_large = all(all(map(ge, large, small)) for large, small in pairs)
-        return is_as_large and _elements(other) <= self.slack * _elements(sizes)
+
+def _stands_for(other: Sizes, sizes: Sizes, slack: float) -> bool:
+    pairs = zip(other, sizes, strict=True)
+    is_as_large = all(all(map(ge, large, small)) for large, small in pairs)
+    return is_as_large and _elements(other) <= slack * _elements(sizes)
 
 
 def _elements(sizes: Sizes) -> int:

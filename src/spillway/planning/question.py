@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from spillway.api import as_dtype
-from spillway.assembly import ModelProfiler
 from spillway.data import Batches, encode_files
 from spillway.hardware.calibration import as_seen
 from spillway.hardware.catalogue import DRIVES, find_machine
@@ -34,6 +33,7 @@ from spillway.optim.config import Rule, settings_of, state_format
 from spillway.plan.request import PlanRequest
 from spillway.plan.search import fits, make_plan, swapped_plans
 from spillway.plan.simulate import UPDATE_BYTES
+from spillway.planning.profiler import ModelProfiler
 from spillway.report.progress import Reporter
 from spillway.spec.errors import UsageError
 from spillway.spec.hardware import HOST_SHARE, Budget, HardwareSpec, device_bytes

@@ -22,6 +22,7 @@ from spillway.runtime.engine import Engine
 from spillway.runtime.experts import RoutedExperts
 from spillway.runtime.forks import Forks
 from spillway.runtime.forward_only import ForwardOnly
+from spillway.runtime.forwards import Forwards
 from spillway.runtime.lanes import Due, StepState
 from spillway.runtime.rest import Rest
 from spillway.runtime.rounds import Rounds
@@ -62,17 +63,8 @@ class Session:
         self._loss_scale = LossScale()
         self.side_outputs: SideOutputs = returned_alone
         self.on_undo: list[Callable[[], None]] = []
-        self.schedules = Schedules(
-            model,
-            units,
-            device,
-            self.placeholders,
-            planner,
-            micro_batch,
-            lambda: self.engine.is_open,
-            self._at_rest,
-            self._on_demand,
-        )
+        self.forwards = Forwards(model, units, device, self.placeholders, self._at_rest, self._on_demand)
+        self.schedules = Schedules(model, self.forwards, planner, micro_batch, lambda: self.engine.is_open)
         self.step_number = 0  # of forwards; a backward belongs to the newest
         self._in_step = False
         self._next_call = 0
@@ -136,7 +128,7 @@ class Session:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             _refuse_compiled()
-        if self.schedules.is_profiling:
+        if self.forwards.is_profiling:
             return
         if torch.is_grad_enabled():
             self._begin(args, kwargs)
@@ -261,8 +253,8 @@ class Session:
 
     def call(self, call: UnitCall) -> Any:
         """What the call of a unit's member gives. Raises UsageError where it cannot be trained."""
-        if self.schedules.is_profiling:
-            return self.schedules.profile_call(call)
+        if self.forwards.is_profiling:
+            return self.forwards.call(call)
         if not torch.is_grad_enabled():
             alone = self._in_step or self._experts.are_picked
             op = None if alone else self.forward_only.next_op(call.unit)

@@ -24,6 +24,14 @@ def leaves(unit: Unit, slot: torch.Tensor) -> dict[str, torch.Tensor]:
     return views
 
 
+def fake_leaves(unit: Unit, device: torch.device) -> dict[str, torch.Tensor]:
+    """The same without a slot, for use under a FakeTensorMode."""
+    return {
+        place.name: nn.Parameter(torch.empty(place.shape, dtype=place.dtype, device=device), place.trainable)
+        for place in unit.layout.places
+    }
+
+
 def sums_of(leaves: Iterable[torch.Tensor]) -> list[GradientEdge]:
     """The nodes of autograd that sum the gradients of these leaves, made now. Micro-batches that are computed beside
     each other need one and the same while they are: it sums where (on a GPU: on which stream) it was made. To be held

@@ -1,0 +1,235 @@
+"""What a forward on a batch calls, learnt without computing it: on fake tensors, or on real ones where it looks at
+values."""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from spillway.model.alike import AlikeCalls
+from spillway.model.binding import bound
+from spillway.model.operators import storage_of
+from spillway.model.profile import (
+    CallRecord,
+    CallShape,
+    Profiler,
+    UnitCall,
+    batch_rows,
+    grow_batch,
+    model_profile,
+)
+from spillway.model.units import Unit
+from spillway.runtime.buffers import nothing_kept
+from spillway.runtime.calls import own_copy, rng_kept
+from spillway.runtime.device import Device
+from spillway.runtime.window import fake_leaves, leaves
+from spillway.runtime.works import Works, on_fakes
+from spillway.spec.errors import UsageError
+from spillway.spec.model import ModelProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the model's forward is called with, and what was read of its values. Batches of one `key` have the same
+    calls."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    seen: tuple[Hashable, ...]
+    key: Hashable
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those among its leaves."""
+        return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def rows(self) -> int:
+        """Of its first tensor."""
+        return batch_rows((self.args, self.kwargs))
+
+    def grown(self) -> "Batch":
+        """With one more row."""
+        args, kwargs = grow_batch((self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a forward learns from the values of its batch, for it cannot look at fake tensors."""
+
+    read: Callable[[tuple[Any, ...], dict[str, Any]], Hashable]  # from a real batch; its schedules are known by it
+    told: Callable[[Any], AbstractContextManager[None]]  # a forward on fake tensors within acts on what was read
+
+
+# Gets the function that profiles one forward and returns what it gave, trying what it may.
+Trial = Callable[[Callable[[], list[CallRecord]]], list[CallRecord]]
+
+
+class Forwards:
+    """Runs the model's forward to see its calls; what a call of a unit's member does meanwhile is decided here."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: tuple[Unit, ...],
+        device: Device,
+        placeholders: dict[str, nn.Parameter],
+        at_rest: Callable[[], AbstractContextManager[None]],
+        on_demand: Callable[[int], AbstractContextManager[tuple[torch.Tensor, dict[str, torch.Tensor]]]],
+    ) -> None:
+        """`at_rest`: brings weights there before any batch is known, and binds those outside any unit's forward.
+        `on_demand`: a unit by itself."""
+        self.trials: list[Trial] = []
+        self.looks: list[Look] = []
+        self.calls_beside = False  # of the last forward: units were called without gradients, too
+        self._model = model
+        self._units = units
+        self._device = device.torch_device
+        self._placeholders = placeholders
+        self._at_rest = at_rest
+        self._on_demand = on_demand
+        self._works = Works(units, device, placeholders)
+        self._profiler: Profiler | None = None
+        self._is_real = False
+
+    def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+        """The batch of a call of the model. Raises UsageError for one that is not where it is computed."""
+        seen = tuple(look.read(args, kwargs) for look in self.looks)
+        key = (_signature((args, kwargs)), seen, self._model.training, self._autocast())
+        found = Batch(args, kwargs, seen, key)
+        for tensor in found.tensors:
+            if tensor.device.type != self._device.type and tensor.dim():  # a number in a tensor may be elsewhere
+                raise UsageError(
+                    f"a tensor of the batch (shape {tuple(tensor.shape)}) is on {tensor.device} and the model computes "
+                    f"on {self._device}: move the batch there first"
+                )
+        return found
+
+    def fake(self, batch: Batch) -> list[CallRecord]:
+        """The calls of a forward on fake tensors, with what the batch allows of what models may try. Raises what
+        the forward does where it looks at values."""
+        return self._try(lambda: self._fake(batch))
+
+    def grown(self, batch: Batch) -> list[CallRecord]:
+        """Those on a row more, with what was found to be allowed."""
+        return self._fake(batch.grown())
+
+    def real(self, batch: Batch) -> list[CallRecord]:
+        """Those on real data, one unit at a time, for models whose forward looks at values."""
+        return self._try(lambda: self._real(batch))
+
+    def profile(
+        self, batch: Batch, calls: list[CallRecord], shapes: tuple[CallShape, ...], slack: float = 1.0
+    ) -> ModelProfile:
+        """What the planner needs to know of these calls. `slack`: see MeasuredWorks."""
+        works = tuple(self._works.of(call, shape, slack) for call, shape in zip(calls, shapes, strict=True))
+        tokens = max((leaf.numel() for leaf in batch.tensors if not leaf.is_floating_point()), default=0)
+        return model_profile(self._units, calls, shapes, works, tokens)
+
+    @property
+    def is_profiling(self) -> bool:
+        """Whether the forward under way is one of ours."""
+        return self._profiler is not None
+
+    def call(self, call: UnitCall) -> Any:
+        """A unit's member was called while profiling."""
+        if self._profiler is None:
+            raise AssertionError("no forward is being profiled")
+        is_beside = not torch.is_grad_enabled()
+        self.calls_beside |= is_beside
+        if not self._is_real:
+            if not is_beside:
+                return self._profiler.call(call)
+            with self._with_fakes(call.unit):
+                return call.run()
+        with self._on_demand(call.unit) as (slot, _):
+            result = call.run() if is_beside else self._call_real(self._profiler, call, slot)
+            return tree_map_only(torch.Tensor, lambda output: own_copy(output, slot), result)
+
+    def _call_real(self, profiler: Profiler, call: UnitCall, slot: torch.Tensor) -> Any:
+        unit = self._units[call.unit]
+        params = leaves(unit, slot)
+        with bound(unit, params, self._placeholders):
+            profiler.weights.add(storage_of(slot))
+            return profiler.call(call, self._works.of_real(call, params))
+
+    def _autocast(self) -> torch.dtype | None:
+        kind = self._device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _try(self, profile: Callable[[], list[CallRecord]]) -> list[CallRecord]:
+        for attempt in self.trials:
+            profile = partial(attempt, profile)
+        return profile()
+
+    def _fake(self, batch: Batch) -> list[CallRecord]:
+        members = {(index, path): part for index, unit in enumerate(self._units) for path, part in unit.members}
+        alike = AlikeCalls(members)
+        try:
+            calls = self._run_fake(batch, alike)
+        except Exception:
+            if not alike.is_used:
+                raise
+        else:
+            if not alike.is_contradicted:
+                return calls
+        return self._run_fake(batch, None)
+
+    def _run_fake(self, batch: Batch, alike: AlikeCalls | None) -> list[CallRecord]:
+        with (
+            on_fakes(self._device, self._model.modules()) as mode,
+            ExitStack() as stack,
+            torch.enable_grad(),
+        ):
+            for look, value in zip(self.looks, batch.seen, strict=True):
+                stack.enter_context(look.told(value))
+            # Those outside any unit's forward are there all along, the others while their unit is called.
+            resident = [index for index, unit in enumerate(self._units) if not unit.members]
+            weights = set[int]().union(*(stack.enter_context(self._with_fakes(index)) for index in resident))
+            args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (batch.args, batch.kwargs))
+            return self._record(args, kwargs, Profiler(self._with_fakes, weights, True, alike), is_real=False)
+
+    def _real(self, batch: Batch) -> list[CallRecord]:
+        with (
+            self._at_rest(),
+            rng_kept(self._device),
+            nothing_kept(self._model.modules()),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            return self._record(batch.args, batch.kwargs, Profiler(_opened_by_others), is_real=True)
+
+    def _record(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], profiler: Profiler, is_real: bool
+    ) -> list[CallRecord]:
+        self._profiler, self._is_real, self.calls_beside = profiler, is_real, False
+        try:
+            self._model(*args, **kwargs)
+        finally:
+            self._profiler, self._is_real = None, False
+        return profiler.calls
+
+    @contextmanager
+    def _with_fakes(self, index: int) -> Iterator[set[int]]:
+        """Fake parameters in a unit; gives their storages."""
+        unit = self._units[index]
+        fakes = fake_leaves(unit, self._device)
+        with bound(unit, fakes, self._placeholders):
+            yield {storage_of(fake) for fake in fakes.values()}
+
+
+def _opened_by_others(unit: int) -> AbstractContextManager[set[int]]:
+    return nullcontext(set())
+
+
+def _signature(batch: Any) -> Hashable:
+    leaves, spec = tree_flatten(batch)
+    return spec, tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    )
