@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from spillway.assembly import Place, assemble, check_fresh, forget, give_back, is_closed, prepared
+from spillway.assembly import Place, assemble, check_fresh, forget, give_back, is_closed, prepared, write_point
 from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import MAX_SHARD_BYTES, save_weights, weights_bytes
 from spillway.checkpoint.sources import persistent_buffers
@@ -303,7 +303,7 @@ def save_point(model: nn.Module) -> int:
     steps = 0 if parts.optimizer is None else parts.optimizer.num_steps
     if steps == 0:
         raise UsageError("nothing was trained yet: there is no step to save")
-    parts.points.save(parts.session.store, steps)
+    write_point(parts, steps)
     return steps
 
 

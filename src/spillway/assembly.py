@@ -177,6 +177,18 @@ def _fill(opened: PlacedStore, plan: Plan, parts: Prepared) -> None:
             parts.points.begin(opened)
 
 
+def write_point(parts: Prepared, step: int) -> None:
+    """Make the end of this step, which is at rest, a saved point. Raises DiskError."""
+    points, store = parts.points, parts.session.store
+    points.settle(store)  # one that is being written in the background may be of this step
+    left = points.num_unwritten_bytes(store, step)
+    if not left:
+        points.save(store, step)
+        return
+    with parts.reporter.counting("writing the saved point", left) as counter:
+        points.save(store, step, counter.advance)
+
+
 def give_back(model: nn.Module) -> None:
     """The model as it was, where nothing was loaded yet: it may be prepared again, with other budgets."""
     parts = prepared(model)

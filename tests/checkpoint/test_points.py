@@ -68,7 +68,8 @@ class Run:
     def save(self, background: bool = False) -> None:
         parts = prepared(self.model)
         parts.session.come_to_rest()
-        parts.points.save(parts.session.store, self.optimizer.num_steps, background)
+        save = parts.points.save_behind if background else parts.points.save
+        save(parts.session.store, self.optimizer.num_steps)
 
     def end(self) -> dict[str, torch.Tensor]:
         self.save()
@@ -103,6 +104,20 @@ def flip_bit(store: Path, unit: int, component_offset: int = 0) -> str:
 def test_as_many_saved_points_stay_as_asked_for(tmp_path: Path) -> None:
     Run(tmp_path).train(5).end()
     assert [step for step, _ in manifest_files(tmp_path)] == [5, 4]
+
+
+@pytest.mark.parametrize("states", ["disk", "host"])
+def test_how_far_a_saved_point_has_come_is_told(tmp_path: Path, states: str) -> None:
+    run = Run(tmp_path, states=states, weights=states).train(2)
+    parts = prepared(run.model)
+    parts.session.come_to_rest()
+    store, told = parts.session.store, list[int]()
+    expected = run.points.num_unwritten_bytes(store, 2)
+    run.points.save(store, 2, told.append)
+    resting = sum(home.layout.grad_bytes + home.layout.state_bytes for home in store.homes.units)
+    assert sum(told) == expected == (0 if states == "disk" else resting)
+    assert run.points.num_unwritten_bytes(store, 2) == 0
+    run.end()
 
 
 def test_a_flipped_bit_falls_back_to_the_saved_point_before(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:

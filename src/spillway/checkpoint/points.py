@@ -24,9 +24,13 @@ from spillway.store.manifest import (
     save_manifest,
 )
 from spillway.store.placed import PlacedStore
-from spillway.store.snapshot import Snapshot
+from spillway.store.snapshot import Snapshot, num_resting_bytes
 
 _WINDOW_BYTES = 64 << 20
+
+
+def _untold(num_bytes: int) -> None:
+    """Nobody watches how far it has come."""
 
 
 @dataclass(slots=True)
@@ -138,11 +142,23 @@ class SavedPoints:
         if point is not None:
             self._commit(store, point, _current(store))
 
-    def save(self, store: PlacedStore, step: int, background: bool = False) -> None:
-        """Make the end of this step a saved point, also where states rest in memory. `background`: while the next step
-        runs; it is committed by that step's end, or by `settle`."""
+    def save(self, store: PlacedStore, step: int, progress: Callable[[int], None] = _untold) -> None:
+        """Make the end of this step a saved point, also where states rest in memory. `progress` is called with bytes
+        written."""
+        self.save_behind(store, step, progress)
         self.settle(store)
-        if not self.are_kept or step == self.saved_step:
+
+    def num_unwritten_bytes(self, store: PlacedStore, step: int) -> int:
+        """What `save` would write of this step."""
+        return num_resting_bytes(store.homes.units) if self._is_new(step) else 0
+
+    def _is_new(self, step: int) -> bool:
+        return self.are_kept and step != self.saved_step
+
+    def save_behind(self, store: PlacedStore, step: int, progress: Callable[[int], None] = _untold) -> None:
+        """The same while the next step runs; it is committed by that step's end, or by `settle`."""
+        self.settle(store)
+        if not self._is_new(step):
             return
         homes = store.homes
         try:
@@ -152,14 +168,12 @@ class SavedPoints:
             raise
         try:
             staging = store.staging(_WINDOW_BYTES, "writing a saved point")
-            snapshot = Snapshot(homes.units, places, homes.need_disk(), staging)
+            snapshot = Snapshot(homes.units, places, homes.need_disk(), staging, progress)
         except BaseException:
             homes.drop_snapshot(places)
             raise
         homes.before_change = snapshot.before_change
         self.pending = _Pending(snapshot, places, self._describe(step), _current(store))
-        if not background:
-            self.settle(store)
 
     def settle(self, store: PlacedStore) -> None:
         """Return when a saved point that is being written in the background is committed. Raises DiskError where it

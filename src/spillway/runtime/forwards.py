@@ -46,7 +46,7 @@ class Batch:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Those among its leaves."""
-        return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        return _tensors((self.args, self.kwargs))
 
     @property
     def rows(self) -> int:
@@ -100,16 +100,14 @@ class Forwards:
 
     def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """The batch of a call of the model. Raises UsageError for one that is not where it is computed."""
-        seen = tuple(look.read(args, kwargs) for look in self.looks)
-        key = (_signature((args, kwargs)), seen, self._model.training, self._autocast())
-        found = Batch(args, kwargs, seen, key)
-        for tensor in found.tensors:
+        for tensor in _tensors((args, kwargs)):
             if tensor.device.type != self._device.type and tensor.dim():  # a number in a tensor may be elsewhere
                 raise UsageError(
                     f"a tensor of the batch (shape {tuple(tensor.shape)}) is on {tensor.device} and the model computes "
                     f"on {self._device}: move the batch there first"
                 )
-        return found
+        seen = tuple(look.read(args, kwargs) for look in self.looks)
+        return Batch(args, kwargs, seen, (_signature((args, kwargs)), seen, self._model.training, self._autocast()))
 
     def fake(self, batch: Batch) -> list[CallRecord]:
         """The calls of a forward on fake tensors, with what the batch allows of what models may try. Raises what
@@ -225,6 +223,10 @@ class Forwards:
 
 def _opened_by_others(unit: int) -> AbstractContextManager[set[int]]:
     return nullcontext(set())
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _signature(batch: Any) -> Hashable:

@@ -1,6 +1,7 @@
 """Writes what rests in memory to a saved point while training goes on."""
 
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
@@ -10,6 +11,7 @@ from spillway.spec.errors import invariant
 from spillway.spec.sizes import PAGE
 from spillway.store.disk import Extent, StripedDisk
 from spillway.store.homes import UnitHome
+from spillway.store.layout import Component
 
 # Few requests in flight: the lanes' own go first.
 _DEPTH = 8
@@ -19,12 +21,21 @@ class Snapshot:
     """The state of a step, unit by unit, on a thread of its own. A unit that is about to change is written first:
     `before_change` returns when it is. So all of it is written, at the latest, by the end of the next step."""
 
-    def __init__(self, homes: list[UnitHome], places: dict[int, int], disk: StripedDisk, staging: torch.Tensor) -> None:
+    def __init__(
+        self,
+        homes: list[UnitHome],
+        places: dict[int, int],
+        disk: StripedDisk,
+        staging: torch.Tensor,
+        progress: Callable[[int], None],
+    ) -> None:
         """`places`: the extent that each unit goes to, in the order in which they will change. `staging`: host memory
-        that what does not lie in whole pages of it passes through, before this returns."""
+        that what does not lie in whole pages of it passes through, before this returns. `progress` is called with bytes
+        written, from any thread."""
         self._homes = homes
         self._places = places
         self._disk = disk
+        self._progress = progress
         self._engine = DiskEngine(_DEPTH)
         self._lock = threading.Lock()
         self._left = dict.fromkeys(places)
@@ -79,15 +90,10 @@ class Snapshot:
     def _write(self, index: int, staging: torch.Tensor | None) -> None:
         """The arrays that lie in whole pages of host memory, or, with `staging`, the others."""
         home = self._homes[index]
-        for part in home.layout.components:
-            resting = home.weight if part.name == "weight" else (home.state or {}).get(part.name)
-            if resting is None:
-                continue
+        for part, resting, end in _resting(home):
             in_pages = resting.device.type == "cpu" and resting.data_ptr() % PAGE == 0
             if in_pages == (staging is not None):
                 continue
-            # What is frozen is in every extent, and never changes.
-            end = home.layout.grad_bytes if part.name == "weight" else part.num_bytes
             step = end if staging is None else staging.numel() // PAGE * PAGE
             for start in range(0, end, step):
                 size = min(step, end - start)
@@ -100,3 +106,19 @@ class Snapshot:
         home.checks[extent].feed(offset, content)
         place = Extent(home.extents[extent].offset + offset, content.numel())
         self._disk.write_all(self._engine, [(place, content)])
+        self._progress(content.numel())
+
+
+def num_resting_bytes(homes: list[UnitHome]) -> int:
+    """Bytes that a snapshot writes of all units whose states rest in memory."""
+    resting = (home for home in homes if home.layout.num_trainable and home.where.states != "disk")
+    return sum(end for home in resting for _, _, end in _resting(home))
+
+
+def _resting(home: UnitHome) -> Iterator[tuple[Component, torch.Tensor, int]]:
+    """What a unit has in memory, and how many bytes of it change."""
+    for part in home.layout.components:
+        resting = home.weight if part.name == "weight" else (home.state or {}).get(part.name)
+        if resting is not None:
+            # What is frozen is in every extent, and never changes.
+            yield part, resting, home.layout.grad_bytes if part.name == "weight" else part.num_bytes

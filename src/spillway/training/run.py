@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 
 from spillway.api import save_pretrained
+from spillway.assembly import write_point
 from spillway.data import DataPosition
 from spillway.data.batches import IGNORED
 from spillway.hardware.watch import MemoryWatch
@@ -87,17 +88,25 @@ class _Run:
         stop.waits = True
         try:
             with self._reporter.training(training.total, progress.step) as line:
-                while progress.step < training.total:
-                    self._refuse_more_writes()
+                while progress.step < training.total and not self._has_written_enough():
                     self._step(metrics, line)
                     if stop.asked:
-                        self._save_point()
-                        raise self._interrupted()
+                        break
                     if progress.step % self._options.save_steps == 0:
-                        self._save_point(background=True)
+                        self._save_behind()
+        except NonFinite:
+            if training.session.rest.is_intact:
+                self._save()
+            raise
         finally:
             metrics.close()
-        self._save_point()
+        if self._points.are_kept or stop.asked or progress.step < training.total:
+            self._save()
+        if stop.asked:
+            raise self._interrupted()
+        if progress.step < training.total:
+            raise self._written_enough()
+        stop.waits = False  # what follows can be done again
         self._telling.write_trace()
         self._reporter.say(f"writing the model to {training.output}")
         save_pretrained(training.model, training.output)
@@ -184,8 +193,6 @@ class _Run:
             progress.skip(self._training.batches.after(position))
             self._reporter.say(f"warning: {batch} was skipped, {progress.skipped} so far: {error}")
             return
-        if session.rest.is_intact:
-            self._save_point()
         if skips:
             raise NonFinite(
                 f"{progress.skipped_in_a_row} batches in a row are not finite; the last is {batch}: {error}"
@@ -211,18 +218,18 @@ class _Run:
         self._reporter.say(f"step {step}/{training.total} · held-out loss {loss:.4f}")
         return loss
 
-    def _refuse_more_writes(self) -> None:
-        """Stop, saved, where a drive has been written as much as the user wants it to be."""
-        if self._options.max_writes is None:
-            return
-        if max(self._written_to_drives().values()) >= parse_size(self._options.max_writes):
-            self._save_point()  # which may write the step's updates
-            paths, written = max(self._written_to_drives().items(), key=lambda item: item[1])
-            raise DiskError(
-                f"stopped after step {self._progress.step} of {self._training.total}, which is saved: this run has "
-                f"written {format_size(written)} to {paths}, all that --max-writes allows; raise it and the same "
-                f"command goes on"
-            )
+    def _has_written_enough(self) -> bool:
+        """Whether a drive has been written as much as the user wants it to be."""
+        most = self._options.max_writes
+        return most is not None and max(self._written_to_drives().values()) >= parse_size(most)
+
+    def _written_enough(self) -> DiskError:
+        paths, written = max(self._written_to_drives().items(), key=lambda item: item[1])
+        return DiskError(
+            f"stopped after step {self._progress.step} of {self._training.total}, which is saved: this run has "
+            f"written {format_size(written)} to {paths}, all that --max-writes allows; raise it and the same command "
+            f"goes on"
+        )
 
     def _written_to_drives(self) -> dict[str, int]:
         """Bytes that this run has written to each drive it is on now, by its store paths."""
@@ -232,14 +239,24 @@ class _Run:
             paths.setdefault(path.stat().st_dev, []).append(str(path))
         return {" and ".join(there): sum(written.get(path, 0) for path in there) for there in paths.values()}
 
-    def _save_point(self, background: bool = False) -> None:
-        training, session = self._training, self._training.session
+    # What is kept #
+
+    def _save_behind(self) -> None:
+        """A saved point of this step, written while the next one runs."""
+        if self._points.are_kept:
+            self._training.session.come_to_rest()
+            self._points.save_behind(self._training.session.store, self._progress.step)
+        else:
+            self._save_model()
+
+    def _save(self) -> None:
         if self._progress.step == 0:
             return
-        if not self._points.are_kept:
-            save_pretrained(training.model, training.output, progress=False)  # beside the bar of steps
-            return
-        session.come_to_rest()
-        self._points.save(session.store, self._progress.step, background)
-        if not background:
-            self._points.settle(session.store)
+        if self._points.are_kept:
+            self._training.session.come_to_rest()
+            write_point(self._training.parts, self._progress.step)
+        else:
+            self._save_model()
+
+    def _save_model(self) -> None:
+        save_pretrained(self._training.model, self._training.output, progress=False)  # beside the bar of steps
