@@ -27,6 +27,29 @@ def test_of_many_lengths_those_asked_for_last_are_remembered(tmp_path: Path, mon
     close(model)
 
 
+class Names:
+    """Of the samples of a batch; says nothing of its content."""
+
+
+class TakesNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, rows: torch.Tensor, names: Names) -> torch.Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        return rows.sum()
+
+
+def test_an_object_that_is_made_anew_for_each_batch_is_no_new_shape(tmp_path: Path) -> None:
+    model, _ = spillway.prepare(TakesNames(), spillway.AdamW(lr=1e-3), store=tmp_path, device="cpu")
+    given, rows = [Names() for _ in range(3)], torch.ones(2, 4)
+    made = [prepared(model).session.schedules.of((rows, names), {}) for names in given]
+    assert made[0] is made[1] is made[2]
+    close(model)
+
+
 @cache
 def kept_outside(length: int) -> torch.Tensor:
     return torch.arange(float(length))[:, None]

@@ -1,6 +1,7 @@
 """What a forward on a batch calls, learnt without computing it: on fake tensors, or on real ones where it looks at
 values."""
 
+import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -66,6 +67,9 @@ class Look:
     read: Callable[[tuple[Any, ...], dict[str, Any]], Hashable]  # from a real batch; its schedules are known by it
     told: Callable[[Any], AbstractContextManager[None]]  # a forward on fake tensors within acts on what was read
 
+
+# Where an object that says nothing of its content lies: another one in every batch, perhaps.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 # Gets the function that profiles one forward and returns what it gave, trying what it may.
 Trial = Callable[[Callable[[], list[CallRecord]]], list[CallRecord]]
@@ -232,6 +236,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def _signature(batch: Any) -> Hashable:
     leaves, spec = tree_flatten(batch)
     return spec, tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else _ADDRESS.sub("", repr(leaf))
         for leaf in leaves
     )
