@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,6 @@ import directories
 from spillway.cli.main import run
 from spillway.data import Batches, DataPosition, encode_files
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
-from spillway.report.progress import Reporter
 from spillway.runtime import lanes
 from spillway.training import run as training_run
 from spillway.training.signals import stop_on_signals
@@ -417,11 +417,40 @@ def test_what_is_written_is_counted_also_where_the_run_directory_is_relative(
 def test_an_ignored_hang_up_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stop_on_signals(Reporter()):
+        with stop_on_signals():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+_HUNG_UP = """
+import os, signal, sys
+from spillway.report.progress import Reporter
+from spillway.training.signals import stop_on_signals
+
+with stop_on_signals() as stop:
+    stop.waits = True
+    os.write(2, b"up")
+    sys.stdin.readline()  # the terminal is gone now
+    os.kill(os.getpid(), signal.SIGHUP)
+    with Reporter().counting("writing the saved point", 1.0) as counter:
+        counter.advance(1.0)
+    open(sys.argv[1], "w").write(str(stop.asked))
+"""
+
+
+def test_a_terminal_that_is_gone_keeps_nothing_from_being_saved(tmp_path: Path) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-c", _HUNG_UP, str(tmp_path / "told")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=slave, stderr=slave) as child:
+        os.close(slave)
+        assert child.stdin is not None and os.read(master, 2) == b"up"
+        os.close(master)
+        child.stdin.write(b"\n")
+        child.stdin.close()
+        assert child.wait(60) == 0
+    assert (tmp_path / "told").read_text() == "True"
 
 
 def test_the_process_stays_within_the_memory_it_was_given(data: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from spillway.optim.optimizer import StreamingOptimizer
 from spillway.origins import comes_from, note_origin
 from spillway.plan.request import PlanRequest
 from spillway.report.progress import Reporter
+from spillway.runtime.interrupts import uninterrupted
 from spillway.runtime.session import Session
 from spillway.spec.errors import UsageError
 from spillway.spec.plan import LAST_POINT, KeepPoints
@@ -320,9 +321,13 @@ def close(model: nn.Module) -> None:
                 parts.session.come_to_rest()
             parts.points.settle(parts.session.store)
     finally:
-        parts.points.stop()
-        parts.session.engine.close()
-        forget(model)
+        try:
+            parts.points.stop()
+        finally:
+            try:
+                parts.session.engine.close()
+            finally:
+                forget(model)
 
 
 def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -347,12 +352,13 @@ def _read(session: Session, names: set[str]) -> dict[str, torch.Tensor]:
 
 def _finish(model: nn.Module, optimizer: StreamingOptimizer) -> StepResult:
     parts = prepared(model)
-    result = parts.session.finish()
-    optimizer.advanced()
-    if parts.session.rest.due is not None:
-        parts.points.note_step(parts.session.store, optimizer.num_steps)
-    else:
-        parts.points.after_step(parts.session.store, optimizer.num_steps)
+    with uninterrupted():  # a step counts where it was made
+        result = parts.session.finish()
+        optimizer.advanced()
+        if parts.session.rest.due is not None:
+            parts.points.note_step(parts.session.store, optimizer.num_steps)
+        else:
+            parts.points.after_step(parts.session.store, optimizer.num_steps)
     return result
 
 

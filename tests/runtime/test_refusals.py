@@ -108,13 +108,13 @@ def test_what_is_changed_after_the_call_is_refused_or_as_in_plain_pytorch(
         assert "modified by an inplace operation" in str(error)
     spillway.prepare(model, spillway.AdamW(), device="cpu", activations=activations)
     try:
-        found = torch.autograd.grad(model(x), [x])
+        model(x).backward()
     except UsageError as error:
         assert "was changed in place" in str(error)
     else:
         # What plain PyTorch refuses may be right here, where the bytes were moved away before they were changed.
         expected = grads or torch.autograd.grad(out_of_place(plain, x), [x])
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close([x.grad], list(expected))
     spillway.close(model)
 
 
@@ -270,4 +270,100 @@ def test_weights_that_are_first_wanted_in_inference_mode_can_be_trained_afterwar
     optimizer.step()
     with torch.inference_mode():
         assert model(torch.ones(2, 8)).item() != before
+    spillway.close(model)
+
+
+class Clamped(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Bounded(nn.Module):
+    """Rows of an embedding that the forward makes shorter where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, 8, max_norm=0.5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.rows(ids).square().mean()
+
+
+class LooksAtValues(Clamped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("block", (Clamped, LooksAtValues))
+def test_a_block_that_changes_its_weights(block: type[Block]) -> None:
+    model, _ = spillway.prepare(nn.Sequential(block(), Block()), spillway.AdamW(), device="cpu")
+    with pytest.raises(UsageError, match=r"(0.linear.weight|model) is changed by its own forward"):
+        model(torch.ones(2, 8))
+    spillway.close(model)
+
+
+def test_an_embedding_with_a_largest_norm() -> None:
+    model, _ = spillway.prepare(Bounded(), spillway.AdamW(), device="cpu")
+    with pytest.raises(UsageError, match=r"rows.weight is changed by its own forward \(max_norm"):
+        model(torch.tensor([0, 1]))
+    spillway.close(model)
+
+
+def as_it_is(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return block(x)
+
+
+def test_gradients_of_gradients() -> None:
+    model = prepared_chain(as_it_is)
+    x = torch.ones(2, 8, requires_grad=True)
+    with pytest.raises(UsageError, match="create_graph=True asks for gradients of gradients"):
+        torch.autograd.grad(model(x), x, create_graph=True)
+    spillway.close(model)
+
+
+def test_gradients_of_inputs_alone_train_nothing() -> None:
+    model, optimizer = spillway.prepare(Chain(as_it_is), spillway.AdamW(), device="cpu")
+    before = spillway.api.read_parameters(model)
+    x = torch.ones(2, 8, requires_grad=True)
+    with pytest.raises(UsageError, match=r"torch\.autograd\.grad wants the gradients of inputs alone"):
+        torch.autograd.grad(model(x), x)
+    assert all(torch.equal(before[name], found) for name, found in spillway.api.read_parameters(model).items())
+    model(x).backward()  # and what follows is a step
+    optimizer.step()
+    assert x.grad is not None and optimizer.num_steps == 1
+    spillway.close(model)
+
+
+def test_a_loss_of_what_a_hook_kept_of_the_planning() -> None:
+    model = prepared_chain(as_it_is)
+    kept: list[torch.Tensor] = []
+    hook = model.get_submodule("blocks.1").register_forward_hook(lambda module, args, output: kept.append(output))
+    loss = model(torch.ones(2, 8)) + sum(output.mean() for output in kept)
+    with pytest.raises(UsageError, match=r"placeholder \(fake\) tensor that a hook kept"):
+        loss.backward()
+    hook.remove()
+    model.register_forward_pre_hook(lambda *_: kept.clear())
+    model.get_submodule("blocks.1").register_forward_hook(lambda module, args, output: kept.append(output))
+    (model(torch.ones(3, 8)) + sum(output.mean() for output in kept)).backward()
+    assert len(kept) == 1
+    spillway.close(model)
+
+
+@pytest.mark.parametrize("when", ("before the first step", "after it"))
+@pytest.mark.parametrize("what", ("a block", "another head", "a parameter"))
+def test_what_comes_into_the_model_after_prepare(what: str, when: str) -> None:
+    model, optimizer = spillway.prepare(Chain(as_it_is), spillway.AdamW(), device="cpu")
+    if when == "after it":
+        model(torch.ones(2, 8)).backward()
+        optimizer.step()
+    if what == "a block":
+        model.blocks.append(Block())
+    elif what == "another head":
+        model.first = nn.Linear(8, 8)
+    else:
+        model.bias = nn.Parameter(torch.ones(8))
+    with pytest.raises(UsageError, match=r"(blocks\.3|first|bias)\S* came into the model after prepare"):
+        model(torch.ones(2, 8))
     spillway.close(model)

@@ -157,3 +157,21 @@ def test_engines_that_are_closed_leave_no_threads_behind(tmp_path: Path) -> None
         counts.append(psutil.Process().num_threads())
     os.close(fd)
     assert counts[-1] == counts[0]
+
+
+def test_a_fork_holds_neither_files_nor_locks(tmp_path: Path) -> None:
+    """As the workers of a DataLoader are: one that outlives a run would keep its store from the next."""
+    disk = StripedDisk(even_geometry((tmp_path,)), keep=False)
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tell, str(len(disk.files)).encode())
+        os._exit(0)
+    assert os.read(told, 9) == b"0"
+    os.waitpid(child, 0)
+    with pytest.raises(DiskError, match="in use by another run"):
+        StripedDisk(even_geometry((tmp_path,)), keep=False)
+    disk.close()
+    StripedDisk(even_geometry((tmp_path,)), keep=False).close()
+    for end in (told, tell):
+        os.close(end)

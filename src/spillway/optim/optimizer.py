@@ -52,6 +52,7 @@ class StreamingOptimizer(torch.optim.Optimizer):
         shared = {name: getattr(settings, name) for name in ("lr", "betas", "eps", "weight_decay")}
         super().__init__(groups, shared)
         self.num_steps = first_step
+        self._opt_called = first_step > 0  # or a scheduler that is brought to this step would warn that it came first
         self.last_result = StepResult()
         self.loss_scale = loss_scale
         self.skipped_steps = 0
@@ -134,7 +135,6 @@ class StreamingOptimizer(torch.optim.Optimizer):
     def restore(self, step: int, saved: dict[str, str]) -> None:
         """Go on from a saved point."""
         self.num_steps = step
-        self._opt_called = True  # a scheduler that is brought to this step would warn that it came before the optimizer
         if self.loss_scale.is_dynamic and "loss_scale" in saved:
             found = json.loads(saved["loss_scale"])
             self.loss_scale.value, self.loss_scale.good_steps = found["value"], found["good_steps"]

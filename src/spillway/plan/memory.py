@@ -152,6 +152,11 @@ def peaks(
     device += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "device")
     host = process_bytes + sum(part.host * count for part, count in resting)
     host += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "host")
+    if model.calls_beside:
+        # The largest unit fits beside the slots, and beside the slabs where it comes from the drives.
+        beside = max(unit.weight_bytes for unit in model.units)
+        device += beside
+        host += beside if any(placement.units[first].weights == "disk" for _, first, _ in units) else 0
     disk = sum(extents[first] * (unit.weight_bytes + unit.state_bytes) * count for unit, first, count in units)
     disk += sum(unit.grad_bytes * count for unit, first, count in units if placement.units[first].grads == "disk")
     disk += sum(size * count for tier, size, count in stored if tier == "disk")

@@ -1,7 +1,7 @@
 """What the planner needs to know of a model, before there are any weights."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class _Observed:
     """The calls of a forward on a batch; and on one with a row more, once that was asked for."""
 
     calls: list[CallRecord]
+    calls_beside: bool
     grown: list[CallRecord] | None = None
 
 
@@ -60,12 +61,13 @@ class ModelProfiler:
                 f"only when it is trained: prepare the model, whose first forward plans"
             ) from error
         shapes = shapes_of(found.calls, found.grown if is_cut else None, asked.rows, micro_batch)
-        return with_form(self._forwards.profile(asked, found.calls, shapes), self._units, form)
+        profile = replace(self._forwards.profile(asked, found.calls, shapes), calls_beside=found.calls_beside)
+        return with_form(profile, self._units, form)
 
     def _observe(self, batch: Batch, is_cut: bool) -> _Observed:
         found = self._observed.get(batch.key)
         if found is None:
-            found = self._observed[batch.key] = _Observed(self._forwards.fake(batch))
+            found = self._observed[batch.key] = _Observed(self._forwards.fake(batch), self._forwards.calls_beside)
         if is_cut and found.grown is None:
             found.grown = self._forwards.grown(batch)
         return found

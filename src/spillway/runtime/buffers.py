@@ -66,14 +66,15 @@ def nothing_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class _Kept:
-    """What modules keep, to be put back: attributes, what is in those that are dicts, lists or sets, and the contents
-    of tensors among all of these."""
+    """What modules keep, to be put back: attributes, what is in those that are dicts, lists or sets, the contents of
+    tensors and the states of generators among all of these."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules = list(modules)
         self._attributes = [Attributes.of(module) for module in self.modules]
-        items = (item for known in self._attributes for item in known.items())
+        items = [item for known in self._attributes for item in known.items()]
         tensors = {id(item): item for item in items if _is_plain(item)}
+        self._generators = [(item, item.get_state()) for item in items if isinstance(item, torch.Generator)]
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
         self._versions = [tensor._version for tensor, _ in self._tensors]
 
@@ -81,7 +82,8 @@ class _Kept:
         """Whether anything is another, or was written to as far as versions tell. Waits for no device."""
         pairs = zip(self.modules, self._attributes, strict=True)
         moved = any(not known.are_those_of(module) for module, known in pairs)
-        return moved or self._versions != [tensor._version for tensor, _ in self._tensors]
+        drawn = any(not torch.equal(generator.get_state(), state) for generator, state in self._generators)
+        return moved or drawn or self._versions != [tensor._version for tensor, _ in self._tensors]
 
     def is_written_unseen(self) -> bool:
         """Whether contents changed behind the version counter's back, as batch norms change theirs."""
@@ -93,6 +95,8 @@ class _Kept:
         their versions, or all where changes may be unseen."""
         for module, known in zip(self.modules, self._attributes, strict=True):
             known.restore(module)
+        for generator, state in self._generators:
+            generator.set_state(state)
         known_versions = zip(self._tensors, self._versions, strict=True)
         _refill_tensors([kept for kept, known in known_versions if is_unseen or kept[0]._version != known])
 

@@ -1,5 +1,7 @@
 """One call of a unit, flattened: cut into micro-batches, run, put together again, and differentiated."""
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -99,15 +101,22 @@ def autocast_of(device: torch.device) -> Callable[[], AbstractContextManager[Any
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """Of the generators a unit may draw from: the CPU's and, on a GPU, its own."""
+    """Of the generators a unit may draw from: PyTorch's for the CPU and, on a GPU, its own, Python's, and NumPy's where
+    that is in use. (Those that modules hold are theirs: see BufferGuard.)"""
 
     cpu: torch.Tensor
     device: torch.Tensor | None
+    python: tuple[Any, ...]
+    numpy: Any
 
 
 def rng_state(device: torch.device) -> RngState:
     """The present state."""
-    return RngState(torch.get_rng_state(), None if device.type == "cpu" else torch.cuda.get_rng_state(device))
+    on_device = None if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    numpy = sys.modules.get("numpy.random")
+    return RngState(
+        torch.get_rng_state(), on_device, random.getstate(), None if numpy is None else numpy.get_state(legacy=False)
+    )
 
 
 def set_rng_state(device: torch.device, state: RngState) -> None:
@@ -115,6 +124,9 @@ def set_rng_state(device: torch.device, state: RngState) -> None:
     torch.set_rng_state(state.cpu)
     if state.device is not None:
         torch.cuda.set_rng_state(state.device, device)
+    random.setstate(state.python)
+    if state.numpy is not None:
+        sys.modules["numpy.random"].set_state(state.numpy)
 
 
 @contextmanager

@@ -136,6 +136,9 @@ def _in_turn(_: int) -> AbstractContextManager[None]:
 _CHUNK_BYTES = 16 << 20
 
 
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, whichever the user has made current
+
+
 STREAM_LANES = ("upload", "download", "update", "device")
 
 
@@ -164,7 +167,7 @@ class CudaDevice:
         as much of the beginning as it takes; copies of the rest go through a small pinned ring."""
         address, wanted = buffer.data_ptr(), buffer.numel()
         size = wanted
-        while size and int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) != 0:
+        while size and int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) != 0:
             _forget_last_error()
             size = size // 2 // PAGE * PAGE
         if size < wanted:
@@ -339,7 +342,9 @@ def _forget_last_error() -> None:
     """A refused registration must not surface at the next kernel launch. PyTorch does not offer this call. There may be
     several runtimes in the process; which of them refused is not told."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    for library in {line.split()[-1] for line in lines if "libcudart" in line and not line.endswith("(deleted)")}:
+    for library in {
+        line.split(maxsplit=5)[5] for line in lines if "libcudart" in line and not line.endswith("(deleted)")
+    }:
         ctypes.CDLL(library).cudaGetLastError()
 
 

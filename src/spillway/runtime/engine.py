@@ -21,6 +21,8 @@ from spillway.store.placed import PlacedStore
 
 # Of the plan's peak: where more is taken, what was freed is given back before the next call.
 _NEAR = 0.98
+# And of that peak: what has to be had by it. A user's own data may have taken the process there for good.
+_WORTH = 0.005
 
 
 class Engine:
@@ -49,6 +51,7 @@ class Engine:
         self._threads = threads
         self._worker: LaneWorker | None = None
         self._executor: Executor | None = None
+        self._trimmed = 0  # bytes that the process took when the heap was last given back
         self._working = 0  # bytes that the call computed last takes while it is
         self._closed = False
 
@@ -75,9 +78,7 @@ class Engine:
             self._worker = LaneWorker(self.device, self.store.homes, self.segments, names, self._threads)
             self._worker.on_rest = self.on_rest
             self._executor = Executor(self.device, self._worker)
-        if self.schedule is not schedule:
-            invariant(self._executor.idle, "the plan changed within a step")
-            self.schedule = schedule
+        invariant(self.schedule is schedule or self._executor.idle, "the plan changed within a step")
         if self.store.pools is None or self._laid is not schedule:
             self._worker.pools = None
             self._executor.forget_pools()
@@ -85,6 +86,7 @@ class Engine:
             with torch.inference_mode(False):
                 self.store.lay_slabs(schedule.plan)
             self._laid = schedule
+        self.schedule = schedule  # only now: one that found no room is not to be tried again
 
     def close(self) -> None:
         """End the lanes and release memory, files and locks."""
@@ -182,8 +184,10 @@ class Engine:
         work = schedule.profile.calls[op.call].work_bytes if differentiates else 0
         grows, self._working = work > self._working, work
         taken, most = process_bytes(), schedule.plan.peaks.host
-        if taken > _NEAR * most or (grows and taken + work > most):
+        is_short = taken > _NEAR * most or (grows and taken + work > most)
+        if is_short and taken > self._trimmed + _WORTH * most:
             self.device.trim()
+            self._trimmed = process_bytes()
 
     def _open_gradients(self, op: Op) -> Gradients:
         """Where the unit's gradients are summed: fresh at the first call of this backward, or, where they stay on the

@@ -3,6 +3,7 @@ and its leases are granted. The compute lane is the caller's own thread. Nothing
 does."""
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -58,7 +59,8 @@ class Executor:
         for thread in self._threads:
             thread.start()
         # A lane that is within an operator when the interpreter ends would take the process down with SIGABRT.
-        atexit.register(self.close)
+        self._process = os.getpid()
+        atexit.register(self._close_at_exit)
 
     # The caller's side #
 
@@ -125,11 +127,15 @@ class Executor:
         start = self.begin_compute(op)
         self.end_compute(op, start)
 
-    def wait(self) -> Trace:
-        """Return when every operation is done. Raises what a lane raised."""
+    def join(self) -> None:
+        """Return when every lane is done. Raises what one raised."""
         with self._changed:
             self._changed.wait_for(lambda: self._running == 0)
             self._raise_failure()
+
+    def wait(self) -> Trace:
+        """The same, and when everything was done, for which compute has to be over on the device, too."""
+        self.join()
         spans = tuple(map(self._by_device, self._spans))
         return Trace(spans, max((span.end_s for span in spans), default=0.0))
 
@@ -184,13 +190,17 @@ class Executor:
 
     def close(self) -> None:
         """End the lanes."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         self.abandon()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+
+    def _close_at_exit(self) -> None:
+        if os.getpid() == self._process:  # a fork has no lanes to wait for
+            self.close()
 
     # The lanes' side #
 

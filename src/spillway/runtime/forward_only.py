@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from spillway.plan.lower import lower_forward
 from spillway.runtime.executor import Executor
+from spillway.runtime.interrupts import uninterrupted
 from spillway.runtime.schedules import Schedule
 from spillway.spec.plan import Op
-from spillway.spec.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,6 @@ class ForwardOnly:
     """
 
     def __init__(self) -> None:
-        self.trace: Trace | None = None  # of the last forward that was fetched ahead to its end
         self._executor: Executor | None = None  # while a list runs
         self._order: tuple[int, ...] = ()  # of the last whole forward
         self._called: list[int] = []
@@ -37,8 +36,9 @@ class ForwardOnly:
         self.give_up()
         self._called = []
         if self._order:
-            start(self._list(schedule))
-            self._executor = executor
+            with uninterrupted():
+                start(self._list(schedule))
+                self._executor = executor
 
     def next_op(self, unit: int) -> Op | None:
         """The operation of a unit that is called now; None where it has to be fetched by itself."""
@@ -57,7 +57,7 @@ class ForwardOnly:
         if executor is not None and executor.upcoming_compute() is None:
             self._executor = None
             try:
-                self.trace = executor.wait()
+                executor.join()  # lanes alone: the device may still compute while the next forward begins
             except BaseException:
                 executor.abandon()
                 raise

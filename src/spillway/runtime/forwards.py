@@ -159,7 +159,11 @@ class Forwards:
         params = leaves(unit, slot)
         with bound(unit, params, self._placeholders):
             profiler.weights.add(storage_of(slot))
-            return profiler.call(call, self._works.of_real(call, params))
+            work, version = self._works.of_real(call, params), slot._version
+            result = profiler.call(call, work)
+        if slot._version != version:
+            raise _written(unit.name)
+        return result
 
     def _autocast(self) -> torch.dtype | None:
         kind = self._device.type
@@ -223,6 +227,17 @@ class Forwards:
         fakes = fake_leaves(unit, self._device)
         with bound(unit, fakes, self._placeholders):
             yield {storage_of(fake) for fake in fakes.values()}
+        for name, fake in fakes.items():
+            if fake._version:
+                raise _written(name)
+
+
+def _written(name: str) -> UsageError:
+    """Of parameters that their own forward changes."""
+    return UsageError(
+        f"{name} is changed by its own forward (max_norm of an embedding, a clamp?), and a step writes back what the "
+        f"optimizer makes of it alone: change what is read of it instead"
+    )
 
 
 def _opened_by_others(unit: int) -> AbstractContextManager[set[int]]:

@@ -101,7 +101,8 @@ class LaneWorker:
     def _read_weight(self, op: Op, home: UnitHome) -> None:
         if self._skips(op):
             return
-        index = home.current if op.source == HOME or home.written is None else home.written
+        written = home.written  # of which a commit on another lane may make the current one meanwhile
+        index = home.current if op.source == HOME or written is None else written
         extent = Extent(home.extents[index].offset, home.layout.weight_bytes)
         self._homes.need_disk().read(self._homes.read_engine, extent, self._buffer(op.target))
 
@@ -198,10 +199,13 @@ class LaneWorker:
 
     def _require_finite(self) -> None:
         if self.step.non_finite is not None:
-            raise NonFinite(
-                f"a gradient of {self._names[self.step.non_finite]} is infinite or not a number; nothing of the "
-                f"step was applied: lower the learning rate or look at the batch"
+            applied = (
+                "units that come later in the model were updated before that was known, for nothing waits for the "
+                "global norm: resume from the last saved point"
+                if self.step.in_place
+                else "nothing of the step was applied: lower the learning rate or look at the batch"
             )
+            raise NonFinite(f"a gradient of {self._names[self.step.non_finite]} is infinite or not a number; {applied}")
 
     def _write_grad(self, op: Op, home: UnitHome) -> None:
         spill = required(home.spill, f"unit {op.unit} has no room on disk for its gradient")

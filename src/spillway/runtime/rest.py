@@ -1,8 +1,10 @@
 """What has become of the steps so far: which updates are still due, and whether the store holds a whole step."""
 
 from spillway.runtime.engine import Engine
+from spillway.runtime.interrupts import uninterrupted
 from spillway.runtime.lanes import Due, StepState
 from spillway.runtime.rounds import Rounds
+from spillway.runtime.schedules import Schedule
 from spillway.spec.errors import UsageError, invariant
 from spillway.spec.plan import Placement
 
@@ -47,10 +49,13 @@ class Rest:
                 raise UsageError("backward has run and the step is not finished: call optimizer.step() first")
 
     def await_lanes(self) -> None:
-        """Let a backward's updates come to rest, or what is left of a list that failed."""
+        """Let a backward's updates come to rest, or what is left of a list that failed or that nobody goes on with."""
         executor = self._engine.executor
+        is_left = executor.upcoming_compute() is not None
+        if is_left:
+            executor.abandon()
         executor.come_to_rest()
-        if executor.has_failed:
+        if executor.has_failed or is_left:
             self._half_done |= self._engine.step.is_half_done
 
     def flush(self) -> None:
@@ -59,7 +64,11 @@ class Rest:
         if self.due is None or self._half_done or schedule is None:
             return
         self._engine.open(schedule)
-        self._engine.start(schedule.plan.flush_ops, StepState(late=self.due))
+        with uninterrupted():
+            self._flush(schedule, self.due)
+
+    def _flush(self, schedule: Schedule, due: Due) -> None:
+        self._engine.start(schedule.plan.flush_ops, StepState(late=due))
         executor = self._engine.executor
         try:
             self._rounds.traces.append(executor.wait())
@@ -82,6 +91,7 @@ class Rest:
         """The step under way ends here, and what it has written is taken back."""
         executor = self._engine.executor
         executor.abandon()
+        self._engine.step.acts.clear()  # device memory that nobody takes away any more
         self._half_done |= self._engine.step.is_half_done
         self._take_back()
         if self._rounds.is_first or in_backward or executor.has_failed:

@@ -1,7 +1,7 @@
 """A plan for every shape of batch."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -24,7 +24,6 @@ class Schedule:
     plan: Plan
     profile: ModelProfile
     shapes: tuple[CallShape, ...]
-    calls_beside: bool  # units are also called without gradients, which the list knows nothing of
 
 
 # Makes the plan for a profile; the second argument tells whether units already rest where an earlier plan put them.
@@ -61,8 +60,8 @@ class Schedules:
 
     def _make(self, batch: Batch) -> Schedule:
         calls, shapes, beside = self._observe(batch) if batch.tensors else ([], (), False)
-        profile = self._forwards.profile(batch, calls, shapes, SLACK)
-        return Schedule(self._planner(profile, self._is_open()), profile, shapes, beside)
+        profile = replace(self._forwards.profile(batch, calls, shapes, SLACK), calls_beside=beside)
+        return Schedule(self._planner(profile, self._is_open()), profile, shapes)
 
     def _observe(self, batch: Batch) -> tuple[list[CallRecord], tuple[CallShape, ...], bool]:
         """The calls of a forward, and whether others are made besides."""

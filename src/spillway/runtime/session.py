@@ -1,5 +1,6 @@
 """One model in training: turns the user's forward, backward and optimizer step into the operations of the plan."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from spillway.runtime.experts import RoutedExperts
 from spillway.runtime.forks import Forks
 from spillway.runtime.forward_only import ForwardOnly
 from spillway.runtime.forwards import Forwards
+from spillway.runtime.interrupts import uninterrupted
 from spillway.runtime.lanes import Due, StepState
 from spillway.runtime.rest import Rest
 from spillway.runtime.rounds import Rounds
@@ -66,6 +68,7 @@ class Session:
         self.forwards = Forwards(model, units, device, self.placeholders, self._at_rest, self._on_demand)
         self.schedules = Schedules(model, self.forwards, planner, micro_batch, lambda: self.engine.is_open)
         self.step_number = 0  # of forwards; a backward belongs to the newest
+        self._slots = {(id(slot.module), slot.attribute) for unit in units for slot in unit.slots}
         self._in_step = False
         self._next_call = 0
         self._in_backward = False
@@ -132,7 +135,10 @@ class Session:
             return
         if torch.is_grad_enabled():
             self._begin(args, kwargs)
-        elif not self._in_step:
+            return
+        if self._in_forward and not _is_called_within(self.model):  # one that Ctrl-C ended, of which no hook is told
+            self.settle()
+        if not self._in_step:
             self._begin_forward_only(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -161,6 +167,7 @@ class Session:
         if not any(unit.layout.num_trainable for unit in self.units):
             raise UsageError("this model streams for forwards alone: call it under torch.no_grad()")
         self.rounds.refuse_more()
+        self._refuse_added()
         self._refuse_other_trained()
         self._experts.end()
         self.settle()
@@ -171,7 +178,7 @@ class Session:
         due = self.rest.due
         self.rounds.begin()
         alone = plan.placement.accumulation > 1 and self.rounds.is_first and self.rounds.is_last
-        if schedule.calls_beside or alone or (due is not None and due.sweeping and not wary):
+        if schedule.profile.calls_beside or alone or (due is not None and due.sweeping and not wary):
             self.come_to_rest()  # the list that follows makes no updates of the step before
         self.engine.open(schedule)
         step = StepState(
@@ -180,14 +187,25 @@ class Session:
             may_take_back=plan.placement.speculates,
             act_extents=self.store.act_extents(plan, schedule.profile),
         )
-        self.engine.start(plan.round_ops(self.rounds.is_first, self.rounds.is_last, wary), step)
-        self._activations = Activations(schedule, self.engine.pools, step.acts)
-        self.step_number += 1
-        self._in_step, self._in_backward, self._next_call = True, False, 0
-        self._in_forward = True
+        with uninterrupted():  # lanes without a step, or a step without lanes, would wait for ever
+            self.engine.start(plan.round_ops(self.rounds.is_first, self.rounds.is_last, wary), step)
+            self.step_number += 1
+            self._in_step, self._in_backward, self._next_call = True, False, 0
+            self._in_forward = True
+            self._activations = Activations(schedule, self.engine.pools, step.acts)
         self._await_resident()
         self.forks.begin(schedule)
         self._resident_sums = bind_residents(self.units, self.store.homes, with_grads=True)
+
+    def _refuse_added(self) -> None:
+        """Raise UsageError for a parameter that came into the model since: nobody would train or save it."""
+        for path, module in self.model.named_modules():
+            for name, param in module._parameters.items():
+                if param is not None and (id(module), name) not in self._slots:
+                    raise UsageError(
+                        f"{path}{'.' if path else ''}{name} came into the model after prepare, which has laid out what "
+                        f"is trained: add it before"
+                    )
 
     def _refuse_other_trained(self) -> None:
         """Raise UsageError where the user froze, freed, replaced or hooked a parameter since: nothing would come of
@@ -404,6 +422,16 @@ class Session:
         # Only now: a step that failed is given up by `settle`.
         self._in_step = self._in_backward = False
         self.rounds.end()
+
+
+def _is_called_within(model: nn.Module) -> bool:
+    """Whether the call under way of this model was made within another one."""
+    frame, calls = inspect.currentframe(), 0
+    while frame is not None and calls < 2:
+        is_call = frame.f_code is nn.Module._call_impl.__code__
+        calls += is_call and frame.f_locals.get("self") is model
+        frame = frame.f_back
+    return calls > 1
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # what is traced cannot raise: this is called when it runs

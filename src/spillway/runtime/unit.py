@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_unflatten
 
 from spillway.model.binding import bind
@@ -147,13 +148,12 @@ class _UnitFunction(torch.autograd.Function):
                 kept = []
         outputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         box["leaves"] = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))
+        ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
         ctx.set_materialize_grads(False)
         ctx.step = (session, session.step_number, index, call, replay, graph, tape, kept, needs_grad, streams)
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         if ctx.step is None:
             raise UsageError(
@@ -162,6 +162,7 @@ class _UnitFunction(torch.autograd.Function):
             )
         session, step_number, index, call, replay, graph, tape, kept, needs_grad, streams = ctx.step
         session.check_current(step_number)
+        _refuse_other_backwards(session, grads)
         shape, device = session.shape(index), session.device
         with session.backward_of(index) as (slot, gradients):
             if graph is not None:
@@ -174,3 +175,23 @@ class _UnitFunction(torch.autograd.Function):
                     found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, tape, device, streams)
         ctx.step = None
         return (None, None, None, None, None, *found)
+
+
+def _refuse_other_backwards(session: "Session", grads: tuple[torch.Tensor | None, ...]) -> None:
+    """Raise UsageError for a backward that is none of a step."""
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "create_graph=True asks for gradients of gradients (a gradient penalty?), for which the whole model would "
+            "have to be in memory: use a loss without them"
+        )
+    if not torch._C._will_engine_execute_node(get_gradient_edge(session.anchor).node):
+        raise UsageError(
+            "torch.autograd.grad wants the gradients of inputs alone, and a backward through a model that streams "
+            "trains it: call loss.backward(), or use a model in memory for gradients of inputs"
+        )
+    if any(isinstance(grad, FakeTensor) for grad in grads):
+        raise UsageError(
+            "the loss was computed with a placeholder (fake) tensor that a hook kept of the forward in which its step "
+            "was planned: let the hook begin anew in every forward (clear what it gathers in a forward pre-hook of "
+            "the model that is registered after prepare)"
+        )

@@ -87,6 +87,7 @@ class ModelProfile:
     resident_unit: int | None = None  # parameters used outside any unit's forward; bound for the whole step
     tokens: int = 0  # in the batch, for throughput
     update_bytes: int = 14  # of one trainable element in all its arrays and its gradient, at most
+    calls_beside: bool = False  # units are also called without gradients, each fetched by itself
 
     def backward_flops(self, call: CallProfile) -> float:
         """Of a call, without what is computed again: as many as in forward for the gradients of its inputs, and for

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import threading
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,8 @@ class StripedDisk:
         self._written: dict[int, int] = {}
         self._counting = threading.Lock()
         self._lost: DiskError | None = None  # a `sync` that failed: the kernel tells of it only once
+        self._syncing = threading.Lock()
+        _opened.add(self)
         try:
             for path in self._paths:
                 if path.resolve() not in {Path(held).resolve() for held in locked}:
@@ -130,13 +133,14 @@ class StripedDisk:
         """Return when everything written has reached the drives. Raises DiskError where it has not, also where a file
         was removed or its drive taken away: what is written then would be found by nobody. Once it has not, it never
         has: nobody knows what was lost."""
-        if self._lost is not None:
-            raise self._lost
-        try:
-            self._sync()
-        except DiskError as error:
-            self._lost = error
-            raise
+        with self._syncing:
+            if self._lost is not None:
+                raise self._lost
+            try:
+                self._sync()
+            except DiskError as error:
+                self._lost = error
+                raise
 
     def _sync(self) -> None:
         for path, fd in zip(self._paths, self._files, strict=True):
@@ -168,6 +172,11 @@ class StripedDisk:
 
     def close(self) -> None:
         """Close the files and release the locks."""
+        for lock in self._locks:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also that of processes which were forked and have the file open, too
+        self._let_go()
+
+    def _let_go(self) -> None:
         for fd in (*self._files, *self._locks):
             os.close(fd)
         self._files, self._locks = [], []
@@ -216,6 +225,18 @@ class StripedDisk:
                 return file, row * share * STRIPE + inside, share * STRIPE - inside
             inside -= share * STRIPE
         raise AssertionError
+
+
+# Workers that are forked (of a DataLoader) would keep files, and locks of a run that was killed, as long as they live.
+_opened: "weakref.WeakSet[StripedDisk]" = weakref.WeakSet()
+
+
+def _let_go_of_all() -> None:
+    for disk in list(_opened):
+        disk._let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def check_lengths(geometry: Geometry, num_bytes: int) -> None:
@@ -313,7 +334,10 @@ def _open(file: Path) -> tuple[int, bool]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise DiskError(f"{file} cannot be opened: {error.strerror}; choose another --store") from error
-    return os.open(file, flags, 0o644), False
+    try:
+        return os.open(file, flags, 0o644), False
+    except OSError as error:
+        raise DiskError(f"{file} cannot be opened: {error.strerror}; choose another --store") from error
 
 
 def _reserve(fd: int, path: Path, num_bytes: int) -> None:

@@ -107,19 +107,35 @@ class PlacedStore:
                     self.arena.allocate(pool.slab_bytes, f"the pool {pool.name}") for _ in range(pool.count)
                 ]
         self._give_back_spare(plan)
-        on_device = [pool for pool in plan.pools if pool.tier == "device"]
-        sizes = {pool.name: [pool.slab_bytes] * pool.count for pool in on_device}
-        self._device_buffers = {
-            name: buffers
-            for name, buffers in self._device_buffers.items()
-            if [buffer.numel() for buffer in buffers] == sizes.get(name)
-        }
-        for pool in on_device:
-            if pool.name not in self._device_buffers:
-                self._device_buffers[pool.name] = [self._on_device(pool.slab_bytes) for _ in range(pool.count)]
-        self._buffers.update(self._device_buffers)
+        self._lay_slots(plan)
         self._make_fast(self.arena.mark())
         self.pools, self._laid = SlabPools(plan.pools, self._buffers), plan.pools
+
+    def _lay_slots(self, plan: Plan) -> None:
+        """Those of the plan before serve again where they are large enough, for a GPU stops while memory is taken and
+        given back, and batches change their length from step to step. Larger ones only where there is room for them."""
+        pools = {pool.name: pool for pool in plan.pools if pool.tier == "device"}
+        kept = {name: found for name, found in self._device_buffers.items() if name in pools}
+        kept = {name: found for name, found in kept.items() if _serve(found, pools[name])}
+        more = sum(_num_bytes(found) - pools[name].slab_bytes * pools[name].count for name, found in kept.items())
+        if more > self._room_on_device(plan):
+            kept = {
+                name: found
+                for name, found in kept.items()
+                if _num_bytes(found) == pools[name].slab_bytes * pools[name].count
+            }
+        self._device_buffers = kept  # the others go before more is taken
+        for name, pool in pools.items():
+            if name not in kept:
+                kept[name] = [self._on_device(pool.slab_bytes) for _ in range(pool.count)]
+            self._buffers[name] = [slot[: pool.slab_bytes] for slot in kept[name][: pool.count]]
+
+    def _room_on_device(self, plan: Plan) -> int:
+        """Bytes that the plan leaves; where the device is the CPU, of host memory, too."""
+        room = self._budget.device_bytes - plan.peaks.device
+        if any(slot.is_cuda for found in self._device_buffers.values() for slot in found):
+            return room
+        return min(room, self._budget.host_bytes - plan.peaks.host)
 
     def _give_back_spare(self, plan: Plan) -> None:
         """What plans before had slabs in and this one has not, where its other memory needs it: slots on the device,
@@ -311,3 +327,11 @@ def _nothing() -> None:
 def _points(geometry: Geometry) -> list[Path]:
     """The files of saved points under the paths of a store."""
     return [file for path in geometry.paths for _, file in manifest_files(Path(path))]
+
+
+def _serve(slots: list[torch.Tensor], pool: Pool) -> bool:
+    return len(slots) >= pool.count and all(slot.numel() >= pool.slab_bytes for slot in slots)
+
+
+def _num_bytes(slots: list[torch.Tensor]) -> int:
+    return sum(slot.numel() for slot in slots)

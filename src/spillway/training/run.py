@@ -40,7 +40,7 @@ def train(options: TrainOptions, reporter: Reporter, origins: dict[str, str] | N
     find_policy(options.policy)
     with ExitStack() as stack:
         watch = stack.enter_context(MemoryWatch())
-        stop = stack.enter_context(stop_on_signals(reporter))
+        stop = stack.enter_context(stop_on_signals())
         training = set_up(options, origins or {}, reporter, stack)
         progress = Progress()
         if training.is_resumed:

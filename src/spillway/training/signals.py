@@ -1,11 +1,10 @@
 """Stopping when asked to, with nothing lost."""
 
+import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-
-from spillway.report.progress import Reporter
 
 
 @dataclass(slots=True)
@@ -16,16 +15,23 @@ class Stop:
     waits: bool = False  # for the step in flight; before the first one there is nothing to wait for
 
 
+_TOLD = b"\nstopping after the step in flight; once more to stop at once\n"
+
+
 @contextmanager
-def stop_on_signals(reporter: Reporter) -> Iterator[Stop]:
+def stop_on_signals() -> Iterator[Stop]:
     """The first signal lets the step in flight finish, where there is one; the second one ends at once."""
     stop = Stop()
+    terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def note(number: int, frame: object) -> None:
+        if number == signal.SIGHUP:
+            _leave(terminals)
         if stop.asked or not stop.waits:
             raise KeyboardInterrupt
         stop.asked = True
-        reporter.say("stopping after the step in flight; once more to stop at once")
+        with suppress(OSError):
+            os.write(2, _TOLD)  # not by way of the reporter, which may be printing
 
     asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     heard = [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]  # not under nohup
@@ -35,3 +41,11 @@ def stop_on_signals(reporter: Reporter) -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _leave(terminals: list[int]) -> None:
+    """The terminal is gone, and whatever is printed there from now on would fail: in the middle of a save, too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for fd in terminals:
+        os.dup2(nowhere, fd)
+    os.close(nowhere)
