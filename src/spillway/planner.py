@@ -21,7 +21,7 @@ from spillway.spec.state import StateFormat
 from spillway.store.disk import Geometry, free_on
 
 # What libraries, threads and the user's data still take after the plan was made.
-_PROCESS_RESERVE = 80 << 20
+PROCESS_RESERVE = 80 << 20
 
 
 def make_budget(
@@ -34,7 +34,7 @@ def make_budget(
 ) -> Budget:
     """Bytes of each tier that may be used: what the user gave, otherwise most of what is free. `counted_bytes`
     of the process are weights that will have moved into the store."""
-    process = max(process_bytes() - counted_bytes, 0) + _PROCESS_RESERVE
+    process = max(process_bytes() - counted_bytes, 0) + PROCESS_RESERVE
     host = _size(host_memory, "host_memory")
     most = free_host_bytes() + process_bytes()
     if host is None:

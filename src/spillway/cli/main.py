@@ -10,6 +10,7 @@ from spillway.cli.data import data_command
 from spillway.cli.export import export_command
 from spillway.cli.plan import doctor_command, plan_command, probe_command
 from spillway.cli.report import report_command
+from spillway.cli.stopped import CODE, STOPPED
 from spillway.cli.train import train_command
 from spillway.cli.verify import verify_command
 from spillway.spec.errors import SpillwayError
@@ -74,7 +75,7 @@ def run(arguments: list[str]) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), 2, arguments)
     except (click.Abort, KeyboardInterrupt):
-        return _fail("stopped; the same command goes on from the last saved point, if there is one", 130, arguments)
+        return _fail(STOPPED, CODE, arguments)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}: free some space or choose another place", 5, arguments)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from spillway.cli.options import add_options, read_config
+from spillway.cli.stopped import end_at_once
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
 
@@ -72,6 +74,6 @@ def train_command(context: click.Context, /, as_json: bool, config: str | None, 
         name: _ORIGINS.get(source, "default") for name in values if (source := context.get_parameter_source(name))
     }
     options = TrainOptions(**{**values, "store": tuple(values["store"]), "data": tuple(values["data"])})
-    summary = train(options, Reporter(), origins)
+    summary = train(options, Reporter(), origins, partial(end_at_once, as_json))
     if as_json:
         click.echo(json.dumps(to_json(summary)))

@@ -43,7 +43,8 @@ class Record:
 
 
 def read_records(paths: Sequence[str | Path]) -> Iterator[Record]:
-    """Every record of the files, in order; a directory stands for the files of known types in it.
+    """Every record of the files, in order; a directory stands for the files of known types in it and in those
+    below, hidden ones left out.
 
     Raises DataError naming file and line for anything that is not a usable record.
     """
@@ -80,7 +81,7 @@ def data_files(paths: Sequence[str | Path]) -> Iterator[Path]:
     for given in paths:
         path = Path(given)
         if path.is_dir():
-            found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+            found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and _is_seen(file, path))
             if not found:
                 raise DataError(f"{path} has no {', '.join(SUFFIXES)} file in it")
             yield from found
@@ -90,6 +91,10 @@ def data_files(paths: Sequence[str | Path]) -> Iterator[Path]:
             raise DataError(f"{path} is of an unknown type: give a {', '.join(SUFFIXES)} file")
         else:
             yield path
+
+
+def _is_seen(file: Path, directory: Path) -> bool:
+    return file.is_file() and not any(part.startswith(".") for part in file.relative_to(directory).parts)
 
 
 def _text_file(path: Path) -> Iterator[Record]:
@@ -108,7 +113,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
             (inner,) = rows.values()
             rows = inner if isinstance(inner, list) else rows
         if rows is not None:
-            yield from enumerate(rows if isinstance(rows, list) else [rows], 1)
+            for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
+                _refuse_half_characters(row, f"{path}:{number}")
+                yield number, row
             return
     with open(path, encoding="utf-8-sig", errors="strict") as file:
         try:
@@ -121,11 +128,28 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _json_line(line: str, where: str) -> Any:
     try:
-        return json.loads(line)
+        row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: this line is not JSON ({error.msg} at column {error.colno})") from error
+        said = error.msg.removesuffix(" at")  # some of Python's messages end so
+        raise DataError(f"{where}: this line is not JSON ({said} at column {error.colno})") from error
     except ValueError as error:
         raise DataError(f"{where}: this line is not JSON ({error})") from error
+    if "\\ud" in line or "\\uD" in line:
+        _refuse_half_characters(row, where)
+    return row
+
+
+def _refuse_half_characters(value: Any, where: str) -> None:
+    """Raise DataError for what JSON can write and no text can hold: a part of an emoji that was cut in two."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(value[error.start]):04x}"
+            raise DataError(f"{where}: {half} is half a character (an emoji that was cut?): remove it") from error
+    elif isinstance(value, (list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            _refuse_half_characters(part, where)
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -166,10 +190,24 @@ def _messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:
             raise DataError(f"{where}: role '{role}' of message {index + 1} is unknown; expected {'|'.join(ROLES)}")
         if message.get("content") is None and not message.get("tool_calls"):
             raise DataError(f"{where}: message {index + 1} ({role}) has no 'content'")
-        messages.append({key: part for key, part in message.items() if part is not None})
+        known = {key: part for key, part in message.items() if part is not None}
+        if isinstance(known.get("content"), list):
+            known["content"] = _joined(known["content"], f"{where}: message {index + 1} ({role})")
+        messages.append(known)
     if all(message["role"] != "assistant" for message in messages):
         raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to train on")
     return tuple(messages)
+
+
+def _joined(parts: list[Any], whose: str) -> str:
+    """The text of content that comes in parts, as of the OpenAI interface: a template for text would show the list."""
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type", "an object without a type") if isinstance(part, dict) else _kind_of(part)
+            raise DataError(f"{whose} has content that is not text ({kind}): only text is trained")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def _share_gpt(row: dict[str, Any], where: str) -> Record:

@@ -1,5 +1,6 @@
 """Bytes a second over the links between memories, and of the drives."""
 
+import errno
 import math
 import os
 import shutil
@@ -90,9 +91,9 @@ def drive_rates(paths: tuple[Path, ...], room_bytes: int = SCRATCH_BYTES) -> Dri
         )
     except OSError as error:
         where = ", ".join(str(path) for path in paths)
+        room = f", {format_size(free)} are free; make room there or" if error.errno == errno.ENOSPC else ":"
         raise DiskError(
-            f"the store under {where} cannot be written: {error.strerror}, {format_size(free)} are free; make room "
-            f"there or choose another --store"
+            f"the store under {where} cannot be written: {error.strerror}{room} choose another --store"
         ) from error
     finally:
         engine.close()

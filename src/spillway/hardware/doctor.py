@@ -1,5 +1,6 @@
 """What this machine lacks or does slowly, and what to do about it."""
 
+import errno
 import os
 import platform
 import resource
@@ -12,7 +13,7 @@ import psutil
 import torch
 
 from spillway import native
-from spillway.hardware.limits import free_host_bytes
+from spillway.hardware.limits import free_host_bytes, has_slow_16_bits
 from spillway.native import DiskEngine
 from spillway.spec.answers import Finding
 from spillway.spec.sizes import format_size
@@ -60,9 +61,10 @@ def _processor() -> Finding:
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     name = native.kernel_name()
     slow = name in ("portable", "pytorch") and platform.machine() in ("x86_64", "AMD64")
-    return Finding(
-        "processor", f"{cores} cores, {name}", "a processor with AVX2 updates several times faster" if slow else ""
-    )
+    fix = "a processor with AVX2 updates several times faster" if slow else ""
+    if not fix and has_slow_16_bits() and not torch.cuda.is_available():
+        fix = "it computes bfloat16 and float16 many times slower than float32: --dtype float32"
+    return Finding("processor", f"{cores} cores, {name}", fix)
 
 
 def _memory() -> Finding:
@@ -134,6 +136,8 @@ def _direct_io(path: Path) -> Finding:
         found, fix = "yes", ""
     except OSError as error:
         found, fix = f"no ({error.strerror})", "the page cache is used and takes memory: use ext4 or xfs on a drive"
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            fix = "it cannot be written: choose another path"
     finally:
         with suppress(OSError):
             file.unlink(missing_ok=True)

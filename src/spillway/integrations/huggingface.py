@@ -98,7 +98,12 @@ def build_from_config(config: Any, auto_class: Any, dtype: torch.dtype) -> nn.Mo
         name = getattr(config, "_name_or_path", "") or type(config).__name__
         others = "; the command line trains causal language models, spillway.prepare any module"
         hint = others if auto_class is CAUSAL_LM else ""
-        raise UsageError(f"{name} cannot be built as {auto_class.__name__}: {first}{hint}") from error
+        raise UsageError(f"{name} cannot be built as {auto_class.__name__}: {first.rstrip('.')}{hint}") from error
+    if auto_class is CAUSAL_LM and any(getattr(part, "is_decoder", None) is False for part in model.modules()):
+        raise UsageError(
+            f"{type(model).__name__} with this config looks both ways, so each position would see the token it is to "
+            f"predict: train it for what it is made for with spillway.prepare, or set is_decoder in its config.json"
+        )
     tie: Any = model.tie_weights
     tie()
     return model

@@ -16,6 +16,7 @@ from spillway.api import as_dtype
 from spillway.data import Batches, encode_files
 from spillway.hardware.calibration import as_seen
 from spillway.hardware.catalogue import DRIVES, find_machine
+from spillway.hardware.limits import process_bytes, refuse_missing
 from spillway.hardware.machine import this_machine
 from spillway.integrations.huggingface import (
     CAUSAL_LM,
@@ -33,6 +34,7 @@ from spillway.optim.config import Rule, settings_of, state_format
 from spillway.plan.request import PlanRequest
 from spillway.plan.search import fits, make_plan, swapped_plans
 from spillway.plan.simulate import UPDATE_BYTES
+from spillway.planner import PROCESS_RESERVE
 from spillway.planning.profiler import ModelProfiler
 from spillway.report.progress import Reporter
 from spillway.spec.errors import UsageError
@@ -124,7 +126,14 @@ class Question:
         else:
             device = device_bytes(machine.device_bytes, device)
         disk = machine.disk_bytes if disk is None else min(disk, machine.disk_bytes)
-        return Budget(device, host, disk, min(_PROCESS_BYTES, host // 4))
+        return Budget(device, host, disk, self._process_bytes(machine, host))
+
+    def _process_bytes(self, machine: Machine, host: int) -> int:
+        """What a run takes of host memory before anything of ours: here, where no GPU wants its context, about what
+        this process does."""
+        if self.measured and machine.hardware.device == "cpu":
+            return process_bytes() + PROCESS_RESERVE
+        return min(_PROCESS_BYTES, host // 4)
 
     @property
     def steps(self) -> int:
@@ -222,6 +231,7 @@ def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: Ow
     options.check()
     paths = tuple(map(Path, options.store))
     if hardware is None:
+        refuse_missing(options.device)
         dtype = as_dtype(options.dtype) if own is None else own.dtype
         machine = this_machine(paths, free_on(even_geometry(paths)), dtype, device=options.device)
         machine = replace(machine, hardware=as_seen(machine.hardware, paths))

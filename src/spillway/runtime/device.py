@@ -9,8 +9,7 @@ from typing import Protocol
 
 import torch
 
-from spillway.hardware.limits import trim_heap
-from spillway.spec.errors import UsageError
+from spillway.hardware.limits import refuse_missing, trim_heap
 from spillway.spec.options import check_device
 from spillway.spec.sizes import PAGE, format_size
 
@@ -355,13 +354,8 @@ def open_device(name: str) -> Device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return CpuDevice()
-    if not torch.cuda.is_available():
-        raise UsageError(
-            "there is no CUDA device PyTorch can use here: choose --device cpu, or install a CUDA build of PyTorch"
-        )
+    refuse_missing(name)
     number = name.partition(":")[2]
-    if number and int(number) >= torch.cuda.device_count():
-        raise UsageError(f"there is no device '{name}' here: cuda:0 is the first of {torch.cuda.device_count()}")
     if number:
         torch.cuda.set_device(int(number))
     device = CudaDevice(torch.cuda.current_device())

@@ -4,6 +4,7 @@ import json
 import math
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -24,15 +25,21 @@ from spillway.spec.options import TrainOptions
 from spillway.spec.sizes import format_size, parse_size
 from spillway.training.progress import Progress
 from spillway.training.setup import Training, set_up
-from spillway.training.signals import Stop, stop_on_signals
+from spillway.training.signals import Stop, raise_interrupt, stop_on_signals
 from spillway.training.telling import Telling
 
 _MOST_SKIPPED = 5  # batches in a row that are not finite
 _NAMED = 4  # records of a batch that a message names
 
 
-def train(options: TrainOptions, reporter: Reporter, origins: dict[str, str] | None = None) -> RunSummary:
-    """Run (or go on with) a training. `origins`: where each option's value comes from, for config.json.
+def train(
+    options: TrainOptions,
+    reporter: Reporter,
+    origins: dict[str, str] | None = None,
+    at_once: Callable[[], None] = raise_interrupt,
+) -> RunSummary:
+    """Run (or go on with) a training. `origins`: where each option's value comes from, for config.json. `at_once`: what
+    ends a step that is not waited for.
 
     Raises a SpillwayError for anything the user can mend; Interrupted after Ctrl-C, when the last step is committed.
     """
@@ -40,7 +47,7 @@ def train(options: TrainOptions, reporter: Reporter, origins: dict[str, str] | N
     find_policy(options.policy)
     with ExitStack() as stack:
         watch = stack.enter_context(MemoryWatch())
-        stop = stack.enter_context(stop_on_signals())
+        stop = stack.enter_context(stop_on_signals(at_once))
         training = set_up(options, origins or {}, reporter, stack)
         progress = Progress()
         if training.is_resumed:

@@ -20,6 +20,7 @@ from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.checkpoint.sources import persistent_buffers
 from spillway.data import Batches, Encoded, data_files, encode_files
 from spillway.evaluate import Evaluation
+from spillway.hardware.limits import has_slow_16_bits
 from spillway.integrations.huggingface import CAUSAL_LM, find_directory, fitting_length
 from spillway.integrations.packing import keeps_documents_apart
 from spillway.integrations.tokenizer import fingerprint, load_tokenizer, pad_id
@@ -115,9 +116,7 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
 
 
 def _tell_slow_dtype(options: TrainOptions, parts: Prepared, reporter: Reporter) -> None:
-    """On x86 before AVX-512 PyTorch multiplies 16-bit numbers one by one."""
-    on_cpu = parts.session.device.kind == "cpu"
-    if on_cpu and options.dtype != "float32" and torch.backends.cpu.get_cpu_capability() == "AVX2":
+    if parts.session.device.kind == "cpu" and options.dtype != "float32" and has_slow_16_bits():
         reporter.say(
             f"warning: this processor has no fast {options.dtype} and computes it many times slower than float32: "
             f"--dtype float32"

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -18,17 +18,24 @@ class Stop:
 _TOLD = b"\nstopping after the step in flight; once more to stop at once\n"
 
 
+def raise_interrupt() -> None:
+    """Wherever the interpreter is."""
+    raise KeyboardInterrupt
+
+
 @contextmanager
-def stop_on_signals() -> Iterator[Stop]:
-    """The first signal lets the step in flight finish, where there is one; the second one ends at once."""
+def stop_on_signals(at_once: Callable[[], None] = raise_interrupt) -> Iterator[Stop]:
+    """The first signal lets the step in flight finish, where there is one; at the second one `at_once` ends it."""
     stop = Stop()
     terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def note(number: int, frame: object) -> None:
         if number == signal.SIGHUP:
             _leave(terminals)
-        if stop.asked or not stop.waits:
+        if not stop.waits:
             raise KeyboardInterrupt
+        if stop.asked:
+            at_once()
         stop.asked = True
         with suppress(OSError):
             os.write(2, _TOLD)  # not by way of the reporter, which may be printing

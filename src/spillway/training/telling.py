@@ -64,7 +64,8 @@ class Telling:
         reporter.say(
             f"store {stores} ({homes.read_engine.backend}, {how}) · {training.options.optim} {native.kernel_name()}"
         )
-        write_whole(training.directory / "plan.json", json.dumps(to_json(plan)))
+        if left:  # or the plan of steps that were made would be lost
+            write_whole(training.directory / "plan.json", json.dumps(to_json(plan)))
         options, origins = with_whole_paths(training.options), training.origins
         values = {
             name: {"value": to_json(getattr(options, name)), "origin": origins.get(name, "default")}
