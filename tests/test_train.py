@@ -424,6 +424,28 @@ def test_an_ignored_hang_up_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+_TWICE = """
+import os, signal, sys
+from spillway.cli.main import run
+from spillway.training.run import _Run
+
+def asked_twice(self, *_):
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+
+_Run._step = asked_twice
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def test_the_second_interrupt_ends_the_process_where_it_is(model: Path, data: Path, tmp_path: Path) -> None:
+    """Not by an exception, which from within an operator would abort it."""
+    command = [sys.executable, "-c", _TWICE, *arguments(model, data, tmp_path / "run"), "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 130 and json.loads(ended.stdout)["exit_code"] == 130
+    assert ended.stderr.strip().splitlines()[-1].startswith("spillway: stopped; the same command goes on")
+
+
 _HUNG_UP = """
 import os, signal, sys
 from spillway.report.progress import Reporter

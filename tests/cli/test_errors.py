@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import directories
 from spillway.cli.main import run
@@ -265,3 +266,19 @@ def test_a_sweep_is_drawn(model: Path, tmp_path: Path) -> None:
 def test_options_of_other_tools_lead_to_ours(flag: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "model", "data.txt", flag, "1"]) == 2
     assert f"Did you mean {meant}" in capsys.readouterr().err
+
+
+def test_a_model_that_looks_both_ways_is_no_causal_one(fail: Fail, data: Path, tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    made = BertForMaskedLM(BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    made.save_pretrained(tmp_path / "bert")
+    directories.make_tokenizer().save_pretrained(tmp_path / "bert")
+    code, message = fail(tmp_path / "bert", data)
+    assert code == 2 and "BertLMHeadModel with this config looks both ways" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_here(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(model), "--device", "cuda"]) == 2
+    assert "there is no CUDA device PyTorch can use here" in capsys.readouterr().err

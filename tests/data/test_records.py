@@ -68,6 +68,13 @@ def test_records_of_sharegpt_and_alpaca_are_conversations(tmp_path: Path) -> Non
         ('{"text": 3}', "'text' must be text, this is a number"),
         ("[1]", "this is a list"),
         ("{oops", "this line is not JSON"),
+        ('{"text": "tab\t"}', r"this line is not JSON \(Invalid control character at column 14\)"),
+        (r'{"text": "\ud83d cut"}', r"\\ud83d is half a character"),
+        (r'{"prompt": "a", "completion": ["\uDE00"]}', r"\\ude00 is half a character"),
+        (
+            '{"messages": [{"role": "assistant", "content": [{"type": "image", "image": "x.png"}]}]}',
+            r"message 1 \(assistant\) has content that is not text \(image\)",
+        ),
     ],
 )
 def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
@@ -92,3 +99,28 @@ def test_a_file_of_one_conversation_is_a_record(tmp_path: Path) -> None:
         file.write_text(json.dumps(content))
         (record,) = read_records([file])
         assert record.kind == "messages" and len(record.messages) == 2
+
+
+def test_the_text_of_content_in_parts_is_joined(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "c"}]
+    path = tmp_path / "parts.jsonl"
+    path.write_text(json.dumps({"messages": turns}))
+    (record,) = read_records([path])
+    assert record.messages[0]["content"] == "ab"
+
+
+def test_directories_are_read_with_those_below_and_without_what_is_hidden(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / ".cache").mkdir()
+    names = ("b.txt", "below/c.txt", ".hidden.txt", ".cache/d.txt", "._a.txt", "table.csv")
+    for name in names:
+        (tmp_path / name).write_text(name)
+    assert [record.text for record in read_records([tmp_path])] == ["b.txt", "below/c.txt"]
+
+
+def test_half_a_character_in_a_list_of_records_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('[{"text": "fine \\ud83d\\ude00"}, {"text": "cut \\ud83d"}]')
+    with pytest.raises(DataError, match=r"rows.json:2: \\ud83d is half a character"):
+        list(read_records([path]))

@@ -1,7 +1,9 @@
 """`spillway plan`, `probe` and `doctor`."""
 
+import errno
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import directories
 import models
 import spillway
 from spillway.cli.main import run
+from spillway.hardware import doctor
 from spillway.hardware.catalogue import find_machine
+from spillway.hardware.limits import process_bytes
 from spillway.planning.question import ask as ask_machine
 from spillway.planning.question import with_drives
 from spillway.report.progress import Reporter
@@ -277,3 +281,22 @@ def test_a_model_that_the_drives_barely_hold_is_updated_in_large_parts() -> None
     plan = question.plan(question.machine, question.profile())
     assert plan.placement.keep == NO_POINTS
     assert len(plan.ops) < 50_000  # two million with the smallest parts
+
+
+def test_on_this_machine_the_process_itself_counts(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = (model, "--device", "cpu", "--max-length", "64")
+    assert process_bytes() < ask(capsys, *given)["peaks"]["host"] < process_bytes() + (1 << 30)
+    refused = ask(capsys, *given, "--host-memory", "60MB", code=3)
+    assert not refused["fits"] and refused["helps"][0]["change"].startswith("--host-memory ")
+
+
+def test_the_doctor_says_that_a_store_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        found = doctor._direct_io(tmp_path)
+    assert "cannot be written: choose another path" in found.fix

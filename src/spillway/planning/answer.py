@@ -86,6 +86,18 @@ def _what_would_help(question: Question, report: PlanReport) -> tuple[Help, ...]
     return tuple(sorted(helps, key=lambda item: -item.gain))
 
 
+def _larger_budgets(question: Question) -> list[tuple[str, Question]]:
+    """The first doubling of a given host memory that fits and that the machine has."""
+    options, machine = question.options, question.machine
+    size = machine.host_bytes if options.host_memory is None else 2 * parse_size(options.host_memory)
+    while size < machine.host_bytes:
+        other = asked(question, machine, replace(options, host_memory=str(size)))
+        if other.fits(machine, other.profile()):
+            return [(f"--host-memory {format_size(size).replace(' ', '')}", other)]
+        size *= 2
+    return []
+
+
 def _what_would_fit(question: Question) -> tuple[Help, ...]:
     """Changes after which it would fit."""
     options, rows = question.options, question.options.per_device_train_batch_size
@@ -96,6 +108,7 @@ def _what_would_fit(question: Question) -> tuple[Help, ...]:
         single = replace(options, per_device_train_batch_size=1, gradient_accumulation_steps=cut)
         flags = f"--per-device-train-batch-size 1 --gradient-accumulation-steps {cut}"
         tries.insert(0, (flags, asked(question, machine, single)))
+    tries = [*_larger_budgets(question), *tries]
     whole = rows * options.gradient_accumulation_steps
     for factor in (2, 4, 8, 16, 32):
         at_once = min(rows, whole // factor)
