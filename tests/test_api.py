@@ -794,3 +794,13 @@ def test_bars_on_a_terminal_show_how_far_loading_moving_and_saving_have_come(
     for label in ("loading weights", "checking and moving the store", "checking the saved point", "/out"):
         assert re.search(rf"{label} ━+ 100%", shown[0]), label
     assert "━" not in shown[1]
+
+
+@pytest.mark.parametrize("what", ("a part", "a whole"))
+def test_a_part_of_a_model_that_streams_is_not_prepared_again(what: str, tmp_path: Path) -> None:
+    model = models.two_lists()
+    spillway.prepare(model, spillway.AdamW(), store=tmp_path, device="cpu")
+    other = nn.ModuleDict({"body": model}) if what == "a whole" else next(model.children())
+    with pytest.raises(UsageError, match="streams already, as a part of another model"):
+        spillway.prepare(other, spillway.AdamW(), device="cpu")
+    spillway.close(model)

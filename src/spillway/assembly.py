@@ -23,6 +23,7 @@ from spillway.planner import Planner, make_budget
 from spillway.report.progress import Reporter
 from spillway.runtime.device import Device, open_device
 from spillway.runtime.session import Session
+from spillway.runtime.unit import streams
 from spillway.spec.errors import UsageError
 from spillway.spec.hardware import Budget
 from spillway.spec.plan import Plan
@@ -104,6 +105,13 @@ def check_fresh(model: nn.Module) -> None:
                 f"{name} has a hook on its gradient, which would not be called: gradients of a model that streams are "
                 f"summed unit by unit; freeze a part of it instead, or scale the loss"
             )
+    streaming = (name or type(model).__name__ for name, module in model.named_modules() if streams(module))
+    part = next(streaming, None)
+    if part is not None and model not in _prepared and model not in _closed:
+        raise UsageError(
+            f"{part} streams already, as a part of another model that was prepared: prepare one module that holds "
+            f"both, or build the part anew"
+        )
     if model in _prepared or model in _closed:
         raise UsageError("this model was prepared before, and its weights are in the store: build or load it anew")
 

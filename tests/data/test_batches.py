@@ -26,6 +26,8 @@ def test_every_token_is_seen_once_an_epoch(lengths: list[int], rows: int, packin
     batches = Batches(samples(lengths), rows, 50, 1, packing, 0)
     seen = sum(int((batch["labels"] != -100).sum()) for batch in all_batches(batches, epoch))
     assert seen == sum(length - 1 for length in lengths)
+    positions = [DataPosition(epoch, index) for index in range(batches.per_epoch(epoch))]
+    assert sum(map(batches.num_tokens, positions)) == sum(lengths)
 
 
 def test_the_same_seed_gives_the_same_order_and_epochs_differ() -> None:

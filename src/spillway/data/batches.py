@@ -50,6 +50,10 @@ class Batches:
         batch = self._epoch(position.epoch)[position.index]
         return self._collate(batch, self._length(batch))
 
+    def num_tokens(self, position: DataPosition) -> int:
+        """Of the samples in the batch; what fills the rows up is none."""
+        return sum(int(self._lengths[row].sum()) for row in self._epoch(position.epoch)[position.index])
+
     def sources(self, position: DataPosition) -> list[str]:
         """Where the samples of the batch come from (file:line), each once, in order."""
         rows = self._epoch(position.epoch)[position.index]

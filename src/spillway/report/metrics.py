@@ -15,7 +15,8 @@ _CUT_OFF = 1 << 62  # the step of a line that a crash cut off: after all others
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One optimizer step. Seconds and bytes; `loss` is the mean over the step's trained tokens."""
+    """One optimizer step. Seconds and bytes; `loss` is the mean over the step's trained tokens, `tokens` counts no
+    padding."""
 
     step: int
     epoch: int

@@ -66,6 +66,11 @@ def stand_in(session: "Session", units: tuple[Unit, ...], placeholders: dict[str
                 module._compiled_call_impl = UnitForward(session, index, path, module._compiled_call_impl)
 
 
+def streams(module: nn.Module) -> bool:
+    """Whether something stands in the place of its forward."""
+    return any(isinstance(found, UnitForward) for found in (vars(module).get("forward"), module._compiled_call_impl))
+
+
 def stand_down(units: tuple[Unit, ...], params: dict[str, nn.Parameter]) -> None:
     """Give modules their own forwards back, and these parameters."""
     for unit in units:

@@ -151,7 +151,7 @@ class _Run:
         seconds = time.perf_counter() - start
         progress.seconds.append(seconds)
         progress.wary_steps += training.optimizer.last_result.wary
-        tokens = batch["input_ids"].numel()
+        tokens = training.batches.num_tokens(position)
         progress.tokens += tokens
         self._telling.look()
         held_out = self._evaluate()
