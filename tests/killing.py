@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -123,7 +124,11 @@ class Counting:
 def _child(command: list[str], deadly: Deadly | Counting | None) -> None:
     from spillway.cli.main import run
     from spillway.hardware import timing
+    from spillway.training import telling
 
+    telling._TELLING_SECONDS = (
+        math.inf
+    )  # whether rates are kept for the next run would depend on how busy the machine is
     torch.set_num_threads(2)
     timing.ALONE_SECONDS = timing.TOGETHER_SECONDS = 0.02  # what a run is killed in is its training
     sink = os.open(os.devnull, os.O_WRONLY)

@@ -15,6 +15,7 @@ from spillway.data import DataPosition
 from spillway.data.batches import IGNORED
 from spillway.hardware.watch import MemoryWatch
 from spillway.integrations.schedules import make_schedule
+from spillway.optim.config import settings_of
 from spillway.plan.policies import find_policy
 from spillway.report.metrics import MetricsFile
 from spillway.report.progress import Reporter, StepLine
@@ -45,6 +46,7 @@ def train(
     """
     options.check()
     find_policy(options.policy)
+    settings_of(options)  # said before data is read
     with ExitStack() as stack:
         watch = stack.enter_context(MemoryWatch())
         stop = stack.enter_context(stop_on_signals(at_once))
