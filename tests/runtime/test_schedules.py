@@ -1,5 +1,6 @@
 """A plan per shape of batch, made once, and not kept for ever."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import models
 import spillway
 from spillway.api import close
 from spillway.assembly import prepared
+from spillway.plan.memory import peaks
+from spillway.plan.pools import Kinds
 from spillway.runtime import schedules
 
 
@@ -47,6 +50,33 @@ def test_an_object_that_is_made_anew_for_each_batch_is_no_new_shape(tmp_path: Pa
     given, rows = [Names() for _ in range(3)], torch.ones(2, 4)
     made = [prepared(model).session.schedules.of((rows, names), {}) for names in given]
     assert made[0] is made[1] is made[2]
+    close(model)
+
+
+class LooksFirst(TakesNames):
+    """Calls a block without gradients, too."""
+
+    def forward(self, rows: torch.Tensor, names: Names) -> torch.Tensor:
+        with torch.no_grad():
+            scale = self.blocks[0](rows).abs().mean()
+        return super().forward(rows * scale, names)
+
+
+@pytest.mark.parametrize("weights", ("host", "disk"))
+def test_a_unit_that_is_also_called_without_gradients_has_room_beside_the_step(weights: str, tmp_path: Path) -> None:
+    model, _ = spillway.prepare(LooksFirst(), spillway.AdamW(), store=tmp_path, device="cpu", weights=weights)
+    session = prepared(model).session
+    model(torch.ones(2, 4), Names())
+    schedule = session.engine.in_force
+    assert schedule.profile.calls_beside
+    placement = schedule.plan.placement
+    alone = replace(schedule.profile, calls_beside=False)
+    placed = Kinds(alone).placed(placement)
+    given = placement, schedule.plan.pools, 0, False, (2,) * len(placement.units), placed
+    ours, without = peaks(schedule.profile, *given), peaks(alone, *given)
+    largest = max(unit.weight_bytes for unit in alone.units)
+    assert ours.device - without.device == largest
+    assert ours.host - without.host == (largest if weights == "disk" else 0)
     close(model)
 
 
