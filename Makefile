@@ -13,7 +13,7 @@ PARALLEL := -n $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist worksteal
 .PHONY: help demo test test-full lint native clean
 
 help:
-	@echo "make demo   set up and fine-tune a 128M model with its state on disk (about 4 minutes)"
+	@echo "make demo   set up and fine-tune a 128M model with its state on disk (2 to 8 minutes)"
 	@echo "make test   set up, lint, check types and imports, run the tests"
 
 $(BIN)/python:

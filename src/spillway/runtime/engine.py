@@ -20,7 +20,7 @@ from spillway.store.arena import SlabPools
 from spillway.store.placed import PlacedStore
 
 # Of the plan's peak: where more is taken, what was freed is given back before the next call.
-_NEAR = 0.98
+_NEAR = 0.97
 # And of that peak: what has to be had by it. A user's own data may have taken the process there for good.
 _WORTH = 0.005
 
