@@ -451,6 +451,7 @@ import os, signal, sys
 from spillway.report.progress import Reporter
 from spillway.training.signals import stop_on_signals
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup would have ignored
 with stop_on_signals() as stop:
     stop.waits = True
     os.write(2, b"up")
