@@ -13,7 +13,8 @@ import psutil
 import torch
 
 from spillway import native
-from spillway.hardware.limits import free_host_bytes, has_slow_16_bits
+from spillway.hardware.limits import free_host_bytes
+from spillway.hardware.present import has_slow_16_bits
 from spillway.native import DiskEngine
 from spillway.spec.answers import Finding
 from spillway.spec.sizes import format_size

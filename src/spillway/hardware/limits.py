@@ -5,9 +5,6 @@ import mmap
 from pathlib import Path
 
 import psutil
-import torch
-
-from spillway.spec.errors import UsageError
 
 _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
 _UNLIMITED = 1 << 60
@@ -23,24 +20,6 @@ def process_bytes() -> int:
     """Host memory of this process that cannot be dropped: anonymous pages, not mapped files."""
     resident, files = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - int(files)) * mmap.PAGESIZE
-
-
-def refuse_missing(device: str) -> None:
-    """Raise UsageError for a device that is not here."""
-    if not device.startswith("cuda"):
-        return
-    if not torch.cuda.is_available():
-        raise UsageError(
-            "there is no CUDA device PyTorch can use here: choose --device cpu, or install a CUDA build of PyTorch"
-        )
-    number = device.partition(":")[2]
-    if number and int(number) >= torch.cuda.device_count():
-        raise UsageError(f"there is no device '{device}' here: cuda:0 is the first of {torch.cuda.device_count()}")
-
-
-def has_slow_16_bits() -> bool:
-    """Whether PyTorch multiplies 16-bit numbers one by one on this processor, as on x86 before AVX-512."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def trim_heap() -> None:

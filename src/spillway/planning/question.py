@@ -16,8 +16,9 @@ from spillway.api import as_dtype
 from spillway.data import Batches, encode_files
 from spillway.hardware.calibration import as_seen
 from spillway.hardware.catalogue import DRIVES, find_machine
-from spillway.hardware.limits import process_bytes, refuse_missing
+from spillway.hardware.limits import process_bytes
 from spillway.hardware.machine import this_machine
+from spillway.hardware.present import refuse_missing
 from spillway.integrations.huggingface import (
     CAUSAL_LM,
     build_from_config,

@@ -9,7 +9,8 @@ from typing import Protocol
 
 import torch
 
-from spillway.hardware.limits import refuse_missing, trim_heap
+from spillway.hardware.limits import trim_heap
+from spillway.hardware.present import refuse_missing
 from spillway.spec.options import check_device
 from spillway.spec.sizes import PAGE, format_size
 

@@ -20,7 +20,7 @@ from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.checkpoint.sources import persistent_buffers
 from spillway.data import Batches, Encoded, data_files, encode_files
 from spillway.evaluate import Evaluation
-from spillway.hardware.limits import has_slow_16_bits
+from spillway.hardware.present import has_slow_16_bits
 from spillway.integrations.huggingface import CAUSAL_LM, find_directory, fitting_length
 from spillway.integrations.packing import keeps_documents_apart
 from spillway.integrations.tokenizer import fingerprint, load_tokenizer, pad_id
