@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +35,16 @@ from spillway.runtime.window import Gradients, bind_residents, unbind_residents,
 from spillway.spec.errors import UsageError
 from spillway.spec.trace import StepResult
 from spillway.store.placed import PlacedStore
+
+
+class Phase(Enum):
+    """How far the forward and backward under way have come."""
+
+    NONE = 0  # no list is under way, or only updates are left of it
+    FORWARD = 1
+    FORWARD_OVER = 2
+    BACKWARD = 3
+    FAILED = 4  # at its end: the next forward gives it up
 
 
 class Session:
@@ -69,10 +80,8 @@ class Session:
         self.schedules = Schedules(model, self.forwards, planner, micro_batch, lambda: self.engine.is_open)
         self.step_number = 0  # of forwards; a backward belongs to the newest
         self._slots = {(id(slot.module), slot.attribute) for unit in units for slot in unit.slots}
-        self._in_step = False
+        self._phase = Phase.NONE
         self._next_call = 0
-        self._in_backward = False
-        self._in_forward = False
         self._buffers = BufferGuard()
         self.forks = Forks(self._buffers)
         self._resident_sums: list[GradientEdge] = []
@@ -136,14 +145,15 @@ class Session:
         if torch.is_grad_enabled():
             self._begin(args, kwargs)
             return
-        if self._in_forward and not _is_called_within(self.model):  # one that Ctrl-C ended, of which no hook is told
+        if self._phase is Phase.FORWARD and not _is_called_within(self.model):  # Ctrl-C ended one: no hook is told
             self.settle()
         if not self._in_step:
             self._begin_forward_only(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.forks.end(is_whole=self._in_forward and output is not None)
-        self._in_forward = False
+        self.forks.end(is_whole=self._phase is Phase.FORWARD and output is not None)
+        if self._phase is Phase.FORWARD:
+            self._phase = Phase.FORWARD_OVER
         if not torch.is_grad_enabled() and not self._in_step:
             if not self._experts.are_picked:
                 self.forward_only.end(is_whole=output is not None)
@@ -190,8 +200,7 @@ class Session:
         with uninterrupted():  # lanes without a step, or a step without lanes, would wait for ever
             self.engine.start(plan.round_ops(self.rounds.is_first, self.rounds.is_last, wary), step)
             self.step_number += 1
-            self._in_step, self._in_backward, self._next_call = True, False, 0
-            self._in_forward = True
+            self._phase, self._next_call = Phase.FORWARD, 0
             self._activations = Activations(schedule, self.engine.pools, step.acts)
         self._await_resident()
         self.forks.begin(schedule)
@@ -238,6 +247,10 @@ class Session:
             executor.skip_compute(op)
 
     @property
+    def _in_step(self) -> bool:
+        return self._phase is not Phase.NONE
+
+    @property
     def awaits_step(self) -> bool:
         """Whether the last backward of a step has run and `optimizer.step()` has not."""
         return self.rounds.is_complete
@@ -255,8 +268,8 @@ class Session:
             try:
                 self.rest.run_out()
             finally:
-                self.rest.abandon(self._in_backward)
-                self._in_step = self._in_backward = False
+                self.rest.abandon(self._phase is Phase.BACKWARD)
+                self._phase = Phase.NONE
         else:
             self.rest.await_lanes()
         self.rest.note()
@@ -309,7 +322,7 @@ class Session:
         """A unit by itself (its buffer and its views are given): for evaluation, generation and profiling."""
         if not self.engine.is_open:
             self.open()
-        if not self._in_step or not self.rest.is_up_to_date(self._in_forward):
+        if not self._in_step or not self.rest.is_up_to_date(self._phase is Phase.FORWARD):
             self.come_to_rest()
         with self._experts.fetched(unit, self._in_step) as slot:
             views = weight_views(self.units[unit], slot)
@@ -347,8 +360,8 @@ class Session:
     @contextmanager
     def backward_of(self, index: int) -> Iterator[tuple[torch.Tensor, Gradients | None]]:
         """As `forward_of`, but with where gradients go; operations of calls autograd did not reach are passed over."""
-        if not self._in_backward:
-            self._in_backward = True
+        if self._phase is not Phase.BACKWARD:
+            self._phase = Phase.BACKWARD
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         op = self.engine.upcoming_call(index, backward=True)
         with self.engine.computing(op) as (slot, _, gradients):
@@ -375,7 +388,7 @@ class Session:
         try:
             self.rounds.traces.append(engine.executor.wait())
         except BaseException:
-            self._in_step = True  # the next forward gives it up
+            self._phase = Phase.FAILED
             self.rest.fail()
             raise
         self.rest.note()
@@ -420,7 +433,7 @@ class Session:
             unbind_residents(self.units, self.placeholders)
             self._resident_sums = []
         # Only now: a step that failed is given up by `settle`.
-        self._in_step = self._in_backward = False
+        self._phase = Phase.NONE
         self.rounds.end()
 
 
