@@ -1,6 +1,7 @@
 """A drive made slower for child processes, through cgroup v1, so that disk-bound cases repeat."""
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,8 @@ def throttled(directory: Path, bytes_per_s: int) -> Iterator[Callable[[], None] 
 
 @contextmanager
 def throttled_each(rates: dict[Path, int]) -> Iterator[Callable[[], None] | None]:
-    """As `throttled`, of several drives by the directories on them."""
+    """As `throttled`, of several drives by the directories on them. What children measure meanwhile is not kept: it is
+    not the drives' own speed, and what was kept of that is not this one."""
     if not rates:
         yield lambda: None
         return
@@ -39,7 +41,14 @@ def throttled_each(rates: dict[Path, int]) -> Iterator[Callable[[], None] | None
     def enter() -> None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
 
+    before = os.environ.get("XDG_CACHE_HOME")
     try:
-        yield enter
+        with tempfile.TemporaryDirectory() as cache:
+            os.environ["XDG_CACHE_HOME"] = cache
+            yield enter
     finally:
+        if before is None:
+            del os.environ["XDG_CACHE_HOME"]
+        else:
+            os.environ["XDG_CACHE_HOME"] = before
         group.rmdir()

@@ -3,7 +3,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import sampling
 from spillway.hardware import timing
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sampling.whole = config.option.markexpr != "not full"
 
 
 @pytest.fixture(autouse=True, scope="session")

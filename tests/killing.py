@@ -8,13 +8,15 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file
@@ -25,27 +27,44 @@ _PRELOADED = [
     "spillway.training",
     "spillway.integrations.huggingface",
     "transformers.models.llama.modeling_llama",
+    "transformers.optimization",
+    "peft",
 ]
 _forks = multiprocessing.get_context("forkserver")
 
 
 @functools.cache
-def _start_server() -> None:
-    """The server takes its import path from the environment alone."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+def _start_server() -> tempfile.TemporaryDirectory[str]:
+    """The server takes its import path from the environment alone, and the layer that makes transfers fail: it lies in
+    the directory, which must not go before the server does."""
+    directory = tempfile.TemporaryDirectory()
+    layer, source = Path(directory.name) / "faults.so", Path(__file__).parent / "faults.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", layer, source, "-ldl"], check=True)
+    before = dict(os.environ)
+    os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "LD_PRELOAD": str(layer)}
     _forks.set_forkserver_preload(_PRELOADED)
-    forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name in ("PYTHONPATH", "LD_PRELOAD"):
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+    return directory
 
 
-def start(command: Sequence[str], deadly: "Deadly | Counting | None" = None) -> BaseProcess:
-    """Run a spillway command in a child."""
+class Armed(Protocol):
+    """Changes the child that it is started with."""
+
+    def arm(self) -> None:
+        """In the child."""
+
+
+def start(command: Sequence[str], armed: Armed | None = None, errors: Path | None = None) -> BaseProcess:
+    """Run a spillway command in a child. `errors`: a file for what it prints on stderr."""
     _start_server()
-    child = _forks.Process(target=_child, args=(list(command), deadly))
+    child = _forks.Process(target=_child, args=(list(command), armed, errors))
     child.start()
     return child
 
@@ -96,6 +115,22 @@ class Deadly:
         setattr(os, self.name, deadly)
 
 
+class Failing:
+    """Transfers of store files fail, as faults.c says, and go through the thread pool, whose system calls it reaches:
+    io_uring's are none."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def arm(self) -> None:
+        """In the child."""
+        from spillway.native import DiskEngine
+
+        init = DiskEngine.__init__
+        DiskEngine.__init__ = lambda self, depth=32, block=1 << 20, uring=False: init(self, depth, block, False)  # type: ignore[method-assign,misc]
+        os.environ["SPILLWAY_FAULT"] = self.fault
+
+
 class Counting:
     """Counts the calls of functions of `os` into a file, which is read when the process is over."""
 
@@ -121,7 +156,7 @@ class Counting:
         return {name: called.count(name) for name in self.names}
 
 
-def _child(command: list[str], deadly: Deadly | Counting | None) -> None:
+def _child(command: list[str], armed: Armed | None, errors: Path | None) -> None:
     from spillway.cli.main import run
     from spillway.hardware import timing
     from spillway.training import telling
@@ -131,11 +166,10 @@ def _child(command: list[str], deadly: Deadly | Counting | None) -> None:
     )  # whether rates are kept for the next run would depend on how busy the machine is
     torch.set_num_threads(2)
     timing.ALONE_SECONDS = timing.TOGETHER_SECONDS = 0.02  # what a run is killed in is its training
-    sink = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(sink, stream)
-    if deadly is not None:
-        deadly.arm()
+    for stream, file in ((1, os.devnull), (2, errors or os.devnull)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+    if armed is not None:
+        armed.arm()
     sys.exit(run(command))
 
 

@@ -18,7 +18,7 @@ def test_a_measured_machine_has_the_drives_that_its_paths_lie_on(
     def on_drives(path: Path, **more: bool) -> object:
         return SimpleNamespace(st_dev=numbers[path.name]) if path.name in numbers else stat(path, **more)
 
-    monkeypatch.setattr(machine, "_measured", lambda *_: MACHINE)
+    monkeypatch.setattr(machine, "measure", lambda *_: MACHINE)
     monkeypatch.setattr(machine, "endurance_of", lambda path: 6e14 if path.name == "a" else 12e14)
     paths = tuple(tmp_path / name / "not-there-yet" for name in numbers)
     monkeypatch.setattr(machine, "existing", lambda path: path.parent)

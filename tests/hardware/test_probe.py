@@ -9,20 +9,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spillway.hardware import bandwidth, probe
+from spillway.hardware import bandwidth, cache, probe
 from spillway.hardware.bandwidth import Drives
 from spillway.hardware.block import step_flops
 from spillway.hardware.timing import kept_together
 from spillway.native import DiskEngine
+from spillway.spec.hardware import HardwareSpec
 from spillway.spec.state import EXACT
 
 Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture(autouse=True)
-def nothing_measured_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests measure, too, once per process."""
+def nothing_measured_before(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Other tests measure, too, once for all."""
     monkeypatch.setattr(probe, "_measured", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def test_on_a_drive_that_is_nearly_full_a_quarter_of_what_is_free_is_written(
@@ -66,7 +68,7 @@ def test_the_block_that_is_measured_fits_the_room_of_the_device(monkeypatch: pyt
 def test_the_slower_the_device_the_smaller_the_block_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     flops = []
     for rate in (1e12, 1e11, 1e10, 1e9):
-        monkeypatch.setattr(probe, "_measured", {})
+        probe.forget(torch.device("cpu"))
         asked = blocks_of(monkeypatch, rate)
         probe.measure(torch.device("cpu"), torch.bfloat16, (), 1024, 1536, EXACT, 1 << 34, 1 << 34)
         flops.append(step_flops(*asked[1]) / rate)
@@ -117,3 +119,34 @@ def test_work_that_others_slow_down_is_not_repeated_by_a_count_of_what_it_took_a
 
     assert kept_together(short, long, 1e-6, 0.2) <= 0.6
     assert 0 < calls["short"] < 2000 and calls["long"] >= 3
+
+
+def rates_of(path: Path) -> HardwareSpec:
+    return probe.measure(torch.device("cpu"), torch.float32, (path,), 16, 64, EXACT, 1 << 28, 1 << 28)
+
+
+def test_what_one_process_has_measured_another_need_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = rates_of(tmp_path)
+    monkeypatch.setattr(probe, "_measured", {})  # another process
+    asked = blocks_of(monkeypatch, 1e12)
+    assert rates_of(tmp_path) == first and not asked
+    week = 7 * 24 * 3600
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + week)
+    monkeypatch.setattr(probe, "_measured", {})
+    rates_of(tmp_path)
+    assert asked
+
+
+def test_rates_that_cannot_be_kept_or_read_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = rates_of(tmp_path)
+    (kept,) = cache.cache_directory().glob("rates-*.json")
+    kept.write_text('{"half": [')
+    monkeypatch.setattr(probe, "_measured", {})
+    asked = blocks_of(monkeypatch, 1e12)
+    rates_of(tmp_path)
+    assert asked
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(probe, "_measured", {})
+    assert rates_of(tmp_path).cores_shared == first.cores_shared

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from plan import profiles
+from sampling import examples
 from spillway.plan.bounds import lower_bound
 from spillway.plan.pools import recomputed_flops
 from spillway.plan.request import PlanRequest
@@ -12,7 +13,7 @@ from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(profiles.models(), profiles.requests())
 def test_no_plan_is_predicted_to_be_faster_than_the_bound(model: ModelProfile, fixed: dict[str, object]) -> None:
     plan = make_plan(model, profiles.MACHINE, profiles.PLENTY, PlanRequest(**{**fixed, "accumulation": 1}))

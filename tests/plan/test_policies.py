@@ -8,6 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from plan import profiles
+from sampling import examples
 from spillway.hardware.catalogue import find_machine
 from spillway.plan.bounds import phases
 from spillway.plan.candidates import Candidates
@@ -71,7 +72,7 @@ def plan(model: ModelProfile, machine: HardwareSpec, budget: Budget, clip: bool,
         return None
 
 
-@settings(max_examples=25, deadline=None, phases=UNSHRUNK, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, phases=UNSHRUNK, derandomize=True)
 @given(questions())
 def test_ours_is_never_slower_than_any_policy_and_fits_wherever_one_does(
     question: tuple[ModelProfile, HardwareSpec, Budget, bool],
@@ -84,7 +85,7 @@ def test_ours_is_never_slower_than_any_policy_and_fits_wherever_one_does(
             assert ours.step_seconds <= CLOSE * theirs.step_seconds, name
 
 
-@settings(max_examples=6, deadline=None, phases=UNSHRUNK, derandomize=True)
+@settings(max_examples=examples(6), deadline=None, phases=UNSHRUNK, derandomize=True)
 @given(st.integers(25, 60), st.integers(100, 40_000), st.integers(1, 40_000), st.floats(9, 13.5), machines(),
        st.floats(0.03, 1.2), st.floats(0.1, 2), st.booleans())  # fmt: skip
 def test_nor_for_large_models(
@@ -99,7 +100,7 @@ def test_nor_for_large_models(
         assert theirs is None or (ours and ours.step_seconds <= 1.02 * theirs.step_seconds), name
 
 
-@settings(max_examples=30, deadline=None, phases=UNSHRUNK, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, phases=UNSHRUNK, derandomize=True)
 @given(questions(), st.sampled_from(RATES), st.floats(1.1, 4))
 def test_a_faster_part_never_makes_the_plan_slower(
     question: tuple[ModelProfile, HardwareSpec, Budget, bool], rate: str, factor: float
@@ -113,7 +114,7 @@ def test_a_faster_part_never_makes_the_plan_slower(
         assert after.step_seconds <= CLOSE * before.step_seconds
 
 
-@settings(max_examples=30, deadline=None, phases=UNSHRUNK, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, phases=UNSHRUNK, derandomize=True)
 @given(questions(), st.sampled_from(("device_bytes", "host_bytes")), st.floats(1.1, 4))
 def test_more_memory_never_makes_the_plan_slower(
     question: tuple[ModelProfile, HardwareSpec, Budget, bool], tier: str, factor: float
@@ -127,7 +128,7 @@ def test_more_memory_never_makes_the_plan_slower(
         assert after.step_seconds <= 1.1 * before.step_seconds
 
 
-@settings(max_examples=25, deadline=None, phases=UNSHRUNK, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, phases=UNSHRUNK, derandomize=True)
 @given(questions(), st.floats(0.1, 10))
 def test_time_has_one_unit(question: tuple[ModelProfile, HardwareSpec, Budget, bool], factor: float) -> None:
     """Rates that are all so many times higher make work that is as many times larger take the same time."""
@@ -142,7 +143,7 @@ def test_time_has_one_unit(question: tuple[ModelProfile, HardwareSpec, Budget, b
     assert seconds == pytest.approx(found.step_seconds, rel=1e-6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(chains(), machines(), st.integers(0, 1 << 28))
 def test_step_time_is_convex_in_the_bytes_that_are_swapped(
     model: ModelProfile, machine: HardwareSpec, room: int

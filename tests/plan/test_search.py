@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan import profiles
+from sampling import examples
 from spillway.plan.check import check
 from spillway.plan.request import PlanRequest, space_of
 from spillway.plan.search import make_plan
@@ -16,7 +17,7 @@ from spillway.spec.model import ModelProfile
 from spillway.spec.plan import NO_POINTS, Kept, Plan
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(profiles.models(), profiles.requests(), st.integers(20, 40), st.integers(20, 40))
 def test_any_plan_stays_within_its_budget_runs_to_its_end_and_survives_json(
     model: ModelProfile, fixed: dict[str, object], host: int, device: int
@@ -36,7 +37,7 @@ def test_any_plan_stays_within_its_budget_runs_to_its_end_and_survives_json(
     assert from_json(Plan, to_json(plan)) == plan
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(profiles.models(), profiles.requests(), st.integers(22, 36))
 def test_the_smallest_budget_that_is_said_to_work_works(
     model: ModelProfile, fixed: dict[str, object], host: int
@@ -53,7 +54,7 @@ def test_the_smallest_budget_that_is_said_to_work_works(
     assert smallest.ops
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     profiles.models(),
     profiles.requests(),

@@ -149,7 +149,7 @@ def test_this_machine_is_measured_once(
     assert run(["probe", "--store", str(tmp_path), "--json"]) == 0
     rates = json.loads(capsys.readouterr().out)["hardware"]
     assert rates["device_flops_per_s"] > 1e6 and rates["read_bytes_per_s"] > 1e6
-    (cached,) = (tmp_path / "cache" / "spillway").glob("probe-*.json")
+    (cached,) = (tmp_path / "cache" / "spillway").glob("rates-*.json")
     before = cached.stat().st_mtime_ns
     found = ask(capsys, model, "--store", tmp_path, "--max-length", "128")
     assert found["fits"] and cached.stat().st_mtime_ns == before

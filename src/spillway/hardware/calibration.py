@@ -6,7 +6,7 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
-from spillway.hardware.machine import cache_directory, machine_key
+from spillway.hardware.cache import cache_directory, machine_key
 from spillway.spec.hardware import HardwareSpec
 
 # A run says so much about the next one; the rest is what was known before.

@@ -1,19 +1,30 @@
-"""Measures this machine, in some seconds: enough to predict a step."""
+"""Measures this machine, in some seconds: enough to predict a step. What was measured within a week is not measured
+again."""
 
 import math
 import os
 import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from spillway.hardware.bandwidth import SCRATCH_BYTES, Drives, drive_rates, link_rates, make_directory, whole_mebi
+from spillway.hardware import cache
+from spillway.hardware.bandwidth import (
+    SCRATCH_BYTES,
+    Drives,
+    Links,
+    drive_rates,
+    link_rates,
+    make_directory,
+    whole_mebi,
+)
 from spillway.hardware.block import Block, step_flops
 from spillway.hardware.timing import finish, kept_together, usual_seconds
 from spillway.optim.update import Hyper, StateRange, update_range
 from spillway.spec.hardware import HardwareSpec
+from spillway.spec.jsonable import from_json, to_json
 from spillway.spec.state import StateFormat
 from spillway.store.checks import ExtentChecks
 from spillway.store.layout import lay_out
@@ -26,7 +37,15 @@ _ROW_VALUES = 32
 # Rows and width of a block that shows how fast the device is about; and how long a step of the one measured may take.
 _TRIAL_ROWS, _TRIAL_HIDDEN, _STEP_SECONDS = 64, 256, 2.0
 T = TypeVar("T")
-_measured: dict[tuple[Hashable, ...], Any] = {}
+_measured: dict[tuple[torch.device, tuple[Hashable, ...]], Any] = {}
+
+
+class Computing(NamedTuple):
+    """FLOP/s of a block; and, where it is computed on the cores that update, the share of either rate that is left when
+    both go on."""
+
+    flops: float
+    together: float
 
 
 def measure(
@@ -42,8 +61,8 @@ def measure(
     """Rates of the device for `dtype`, of the links, of the drives under `paths`, and of the CPU's update.
 
     `rows` tokens at a time of width `hidden` are what the model computes; `form` is what its optimizer keeps. No more
-    than `room_bytes` of host memory are taken, nor than `device_room_bytes` of the device's. Each part is measured once
-    per process, and what it is measured with.
+    than `room_bytes` of host memory are taken, nor than `device_room_bytes` of the device's. Each part is measured
+    once, and again where it is measured with something else.
     """
     for path in paths:
         make_directory(path)
@@ -53,20 +72,22 @@ def measure(
     rows = max(min(rows, _MAX_ROWS[device.type], room // (2 * _ROW_VALUES * hidden * dtype.itemsize)), 16)
     copied, elements = whole_mebi(_COPY_BYTES, room_bytes // 16), whole_mebi(1 << 22, room_bytes // 128)
     on_cpu, cpu, known = device.type == "cpu", torch.device("cpu"), len(_measured)
-    links = _once(("links", device, copied), lambda: link_rates(device, copied))
+    links = _once(device, Links, ("links", copied), lambda: link_rates(device, copied))
     disk, checksums = Drives(1e18, 1e18, 1.0), 1e18
     if paths:
         drives, scratch = tuple(path.stat().st_dev for path in paths), whole_mebi(SCRATCH_BYTES, room_bytes // 8)
-        disk = _once(("drives", drives, scratch), lambda: drive_rates(paths, scratch))
-        checksums = _once(("checksums", form, elements), lambda: _checksum_rate(form, elements))
+        disk = _once(device, Drives, ("drives", drives, scratch), lambda: drive_rates(paths, scratch))
+        checksums = _once(device, float, ("checksums", form, elements), lambda: _checksum_rate(form, elements))
     update = _updates_once(cpu, form, elements)
-    flops, cores_together = _once(
-        ("block", device, dtype, rows, hidden, form, elements),
+    block = _once(
+        device,
+        Computing,
+        ("block", dtype, rows, hidden, form, elements),
         lambda: _block_rates(device, dtype, rows, hidden, form, elements),
     )
     found = HardwareSpec(
         device.type,
-        flops,
+        block.flops,
         links.upload,
         links.download,
         disk.read,
@@ -74,7 +95,7 @@ def measure(
         update,
         links.reading,
         cores_shared=on_cpu,
-        cores_together=cores_together,
+        cores_together=block.together,
         disk_together=disk.together,
         device_update_params_per_s=update if on_cpu else _updates_once(device, form, 1 << 24),
         checksum_params_per_s=checksums,
@@ -86,31 +107,40 @@ def measure(
     return found
 
 
-def _once(key: tuple[Hashable, ...], rates: Callable[[], T]) -> T:
+def forget(device: torch.device) -> None:
+    """All that was measured with the device."""
+    _measured.clear()
+    for name in {str(device), "cpu"}:
+        cache.forget(name)
+
+
+def _once(device: torch.device, kind: type[T], key: tuple[Hashable, ...], rates: Callable[[], T]) -> T:
     """What is measured, the first time that it is asked for."""
-    if key not in _measured:
-        _measured[key] = rates()
-    found: T = _measured[key]
+    if (device, key) not in _measured:
+        kept = cache.recall(str(device), key)
+        _measured[device, key] = rates() if kept is None else from_json(kind, kept)
+        if kept is None:
+            cache.keep(str(device), key, to_json(_measured[device, key]))
+    found: T = _measured[device, key]
     return found
 
 
 def _updates_once(device: torch.device, form: StateFormat, elements: int) -> float:
-    return _once(
-        ("updates", device, form, elements), lambda: elements / usual_seconds(_update_of(device, form, elements))
-    )
+    def rate() -> float:
+        return elements / usual_seconds(_update_of(device, form, elements))
+
+    return _once(device, float, ("updates", form, elements), rate)
 
 
 def _block_rates(
     device: torch.device, dtype: torch.dtype, rows: int, hidden: int, form: StateFormat, elements: int
-) -> tuple[float, float]:
-    """FLOP/s of a block; and, where it is computed on the cores that update, the share of either rate that is left when
-    both go on."""
+) -> Computing:
     block = Block(device, dtype, *_quick(device, dtype, rows, hidden))
     seconds, kept = usual_seconds(block.step), 0.5
     if device.type == "cpu":
         update = _update_of(device, form, elements)
         kept = kept_together(block.step, update, seconds, elements / _updates_once(device, form, elements))
-    return block.flops / seconds, kept
+    return Computing(block.flops / seconds, kept)
 
 
 def _quick(device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> tuple[int, int]:
