@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.spec.sizes import align, format_flops, format_seconds, format_size, parse_size
+from spillway.spec.sizes import align, counted, format_flops, format_seconds, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,7 @@ def test_rates_are_for_people() -> None:
         "0.3 TFLOP/s",
         "8.6 GFLOP/s",
     ]
+
+
+def test_one_of_a_kind_is_no_plural() -> None:
+    assert [counted(number, "step") for number in (0, 1, 1200)] == ["0 steps", "1 step", "1,200 steps"]

@@ -5,6 +5,8 @@ from typing import Any
 
 import click
 
+from spillway.spec.sizes import counted
+
 
 @click.command("data")
 @click.argument("data", nargs=-1, required=True)
@@ -48,16 +50,18 @@ def data_command(data: tuple[str, ...], model: str, max_length: int, samples: in
     for sample in encoded.samples[:samples]:
         click.echo(
             click.style(
-                f"--- {sample.where} · {sample.ids.size} tokens, {int(sample.trained.sum())} trained", bold=True
+                f"--- {sample.where} · {counted(sample.ids.size, 'token')}, {int(sample.trained.sum())} trained",
+                bold=True,
             )
         )
         click.echo(_marked(sample, tokenizer))
     share = encoded.num_trained / encoded.num_tokens
     click.echo(
-        f"{counts['records']} records, {counts['samples']} samples, {counts['tokens']:,} tokens: {share:.0%} trained, "
-        f"{counts['truncated']} cut at {max_length} ({counts['truncated_tokens']:,} tokens lost, "
-        f"{counts['samples_lost_to_truncation']} samples with nothing left), median {counts['median_length']}, "
-        f"longest {counts['longest']}"
+        f"{counted(counts['records'], 'record')}, {counted(counts['samples'], 'sample')}, "
+        f"{counted(counts['tokens'], 'token')}: {share:.0%} trained, "
+        f"{counts['truncated']} cut at {max_length} ({counted(counts['truncated_tokens'], 'token')} lost, "
+        f"{counted(counts['samples_lost_to_truncation'], 'sample')} with nothing left), "
+        f"median {counts['median_length']}, longest {counts['longest']}"
     )
 
 

@@ -5,7 +5,7 @@ from rich.table import Table
 
 from spillway.spec.answers import Finding, PlanReport
 from spillway.spec.machine import Machine
-from spillway.spec.sizes import format_flops, format_seconds, format_size
+from spillway.spec.sizes import counted, format_flops, format_seconds, format_size
 
 
 def print_report(console: Console, report: PlanReport) -> None:
@@ -28,9 +28,9 @@ def print_report(console: Console, report: PlanReport) -> None:
     )
     table.add_row("other peaks (device, host, disk)", "; ".join(others))
     beside = f", {report.streams} micro-batches side by side" if report.streams > 1 else ""
-    table.add_row("batch", f"{report.rows} rows, {report.micro_rows} at a time inside each unit{beside}")
+    table.add_row("batch", f"{counted(report.rows, 'row')}, {report.micro_rows} at a time inside each unit{beside}")
     for part, tiers in report.placement.items():
-        table.add_row(part, ", ".join(f"{count} units on {tier}" for tier, count in tiers.items()))
+        table.add_row(part, ", ".join(f"{counted(count, 'unit')} on {tier}" for tier, count in tiers.items()))
     table.add_row("kept for backward", ", ".join(f"{count} x {how}" for how, count in report.activations.items()))
     by = "" if report.policy == "auto" else f" (planned as {report.policy} would)"
     mixed = f", {report.deferred_units} units' in the next forward" if report.deferred_units else ""
@@ -47,7 +47,7 @@ def print_report(console: Console, report: PlanReport) -> None:
     table.add_row("written to disk", f"{format_size(report.written_bytes)} a step")
     if report.run_steps:
         low, high = (format_seconds(seconds) for seconds in report.run_seconds)
-        table.add_row("run", f"{report.run_steps} steps, {low} to {high}")
+        table.add_row("run", f"{counted(report.run_steps, 'step')}, {low} to {high}")
         wear = f", {report.endurance_share:.1%} of the drives' endurance" if report.endurance_share else ""
         table.add_row("written by the run", f"{format_size(report.run_written_bytes)}{wear}")
     if report.dollars_per_million_tokens:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from spillway.spec.hardware import Budget
 from spillway.spec.plan import Plan, TierPeaks
-from spillway.spec.sizes import format_seconds, format_size
+from spillway.spec.sizes import counted, format_seconds, format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_
     )
     host = "host (device included)" if device == "cpu" else "host"
     console.print(
-        f"model state {format_size(state_bytes)} in {len(units)} units · weights: {weights} · states: {states}"
+        f"model state {format_size(state_bytes)} in {counted(len(units), 'unit')} · weights: {weights} · "
+        f"states: {states}"
     )
     console.print(
         f"peaks: device {format_size(plan.peaks.device)} of {format_size(budget.device_bytes)} · "
@@ -59,8 +60,10 @@ def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_
         f"{_when_clipped(plan)}, busiest lane: {plan.bottleneck}"
     )
     a_step = plan.bytes_written
-    if a_step:
-        console.print(f"writes {format_size(a_step)} a step to disk, {format_size(a_step * steps)} in {steps} steps")
+    if a_step and steps:
+        console.print(
+            f"writes {format_size(a_step)} a step to disk, {format_size(a_step * steps)} in {counted(steps, 'step')}"
+        )
     for note in plan.notes:
         console.print(f"note: {note}")
 
@@ -97,7 +100,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
         share = f", {100 * written / warranted:.2g}% of its rated endurance" if warranted else ""
         table.add_row(name, "", f"{format_size(written)}{share}", "")
     console.print(table)
-    console.print(f"{summary.steps} steps done; the model is in {summary.output}")
+    console.print(f"{counted(summary.steps, 'step')} done; the model is in {summary.output}")
 
 
 def _when_clipped(plan: Plan) -> str:

@@ -77,3 +77,8 @@ def format_seconds(seconds: float) -> str:
 def align(num_bytes: int, alignment: int) -> int:
     """The smallest multiple of `alignment` that is at least `num_bytes`."""
     return -(-num_bytes // alignment) * alignment
+
+
+def counted(number: int, noun: str) -> str:
+    """As in "1 step" and "1,200 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -23,7 +23,7 @@ from spillway.report.tables import RunSummary
 from spillway.rundir import METRICS, note_written, written_step
 from spillway.spec.errors import DiskError, Interrupted, NonFinite, SkippedStep
 from spillway.spec.options import TrainOptions
-from spillway.spec.sizes import format_size, parse_size
+from spillway.spec.sizes import counted, format_size, parse_size
 from spillway.training.progress import Progress
 from spillway.training.setup import Training, set_up
 from spillway.training.signals import Stop, raise_interrupt, stop_on_signals
@@ -89,7 +89,7 @@ class _Run:
         training, progress = self._training, self._progress
         if progress.step >= training.total and written_step(training.directory) == progress.step:
             self._reporter.say(
-                f"{progress.step} steps were made before and {training.total} are asked for: more --max-steps or "
+                f"{counted(progress.step, 'step')} made before and {training.total} are asked for: more --max-steps or "
                 f"epochs go on from there"
             )
             return self._telling.summarize()

@@ -32,7 +32,7 @@ from spillway.runtime.session import Session
 from spillway.spec.errors import BudgetWarning, DiskError, StoreMoves, UsageError
 from spillway.spec.options import TrainOptions
 from spillway.spec.plan import KeepPoints, Plan
-from spillway.spec.sizes import format_size
+from spillway.spec.sizes import counted, format_size
 from spillway.store.disk import available
 from spillway.training.identity import identity_of, is_resumed
 from spillway.training.samples import remember_samples, what_differs
@@ -164,8 +164,9 @@ def _encode(options: TrainOptions, tokenizer: Any, length: int, reporter: Report
     with reporter.counting("reading data") as counter:
         data = encode_files(options.data, tokenizer, length, counter.reach)
     reporter.say(
-        f"data: {data.num_records} records, {len(data.samples)} samples, {data.num_tokens:,} tokens, "
-        f"{data.num_trained / data.num_tokens:.0%} trained, {data.num_truncated} cut at {length}"
+        f"data: {counted(data.num_records, 'record')}, {counted(len(data.samples), 'sample')}, "
+        f"{counted(data.num_tokens, 'token')}, {data.num_trained / data.num_tokens:.0%} trained, "
+        f"{data.num_truncated} cut at {length}"
         + (f", {data.num_lost} of them with nothing left to train" if data.num_lost else "")
     )
     if data.num_truncated > len(data.samples) / 2:
@@ -180,7 +181,9 @@ def _read_held_out(
         return None
     with reporter.counting("reading held-out data") as counter:
         found = encode_files(options.eval_data, tokenizer, length, counter.reach)
-    reporter.say(f"held-out data: {found.num_records} records, {found.num_trained:,} trained tokens")
+    reporter.say(
+        f"held-out data: {counted(found.num_records, 'record')}, {counted(found.num_trained, 'trained token')}"
+    )
     rows = options.per_device_train_batch_size
     return Evaluation.of(found.samples, rows, length, packing, pad_id(tokenizer))
 
