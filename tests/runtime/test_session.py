@@ -461,3 +461,30 @@ def test_the_heap_is_given_back_near_the_peak_and_before_what_would_pass_it(
         return
     calls = sum(op.lane == "compute" and op.call >= 0 for op in plan.ops)
     assert least * calls <= len(trims) <= most * calls
+
+
+@pytest.mark.parametrize("activations", ("recompute", "tape", "keep"))
+def test_backward_may_run_in_a_thread_of_its_own(activations: str, tmp_path: Path) -> None:
+    """As autograd's does on a GPU: what a thread has set, autocast among it, is the forward's."""
+
+    def losses(store: Path, backward: Callable[[torch.Tensor], None]) -> list[float]:
+        model, optimizer = spillway.prepare(
+            models.gpt2(dropout=0.1), spillway.AdamW(lr=1e-3), store=store, device="cpu", activations=activations
+        )
+        torch.manual_seed(3)
+        found = []
+        for number in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = models.loss_of(model(**models.batch("gpt2", number)))
+            backward(loss)
+            optimizer.step()
+            found.append(loss.item())
+        close(model)
+        return found
+
+    def apart(loss: torch.Tensor) -> None:
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+    assert losses(tmp_path / "apart", apart) == losses(tmp_path / "here", torch.Tensor.backward)
