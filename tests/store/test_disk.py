@@ -84,6 +84,20 @@ def test_a_store_that_is_too_full_says_how_much_is_needed_and_free(tmp_path: Pat
     disk.close()
 
 
+def test_a_file_system_that_reserves_nothing_itself_is_written_to_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(fd: int, offset: int, length: int) -> None:
+        for block in range(offset, offset + length, 4096):
+            os.pwrite(fd, b"\0", block)
+
+    monkeypatch.setattr(os, "posix_fallocate", written)
+    disk = StripedDisk(even_geometry((tmp_path,)), keep=False)
+    disk.reserve(1 << 20)
+    assert (tmp_path / disk.geometry.file_name).stat().st_size > 0
+    disk.close()
+
+
 def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match="cannot be written"):

@@ -113,8 +113,8 @@ class StripedDisk:
         Raises DiskError with the bytes needed and free."""
         if num_bytes > self.num_bytes:
             rows = -(-num_bytes // (STRIPE * self._row))
-            for path, fd, share in zip(self._paths, self._files, self.geometry.shares, strict=True):
-                _reserve(fd, path, rows * share * STRIPE)
+            for path, share in zip(self._paths, self.geometry.shares, strict=True):
+                _reserve(path / self.geometry.file_name, rows * share * STRIPE)
             self.num_bytes = rows * self._row * STRIPE
 
     def read(self, engine: DiskEngine, extent: Extent, buffer: torch.Tensor) -> None:
@@ -340,11 +340,18 @@ def _open(file: Path) -> tuple[int, bool]:
         raise DiskError(f"{file} cannot be opened: {error.strerror}; choose another --store") from error
 
 
-def _reserve(fd: int, path: Path, num_bytes: int) -> None:
+def _reserve(file: Path, num_bytes: int) -> None:
+    """Through a descriptor without O_DIRECT: where the file system reserves nothing itself (exFAT, NFS), the C library
+    writes a byte of each of its blocks, which O_DIRECT would refuse."""
     if num_bytes == 0:
         return
+    path = file.parent
     try:
-        os.posix_fallocate(fd, 0, num_bytes)
+        fd = os.open(file, os.O_RDWR)
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise DiskError(
             f"the store {path} needs {format_size(num_bytes)} and has {format_size(free_bytes(path))} free "
