@@ -20,7 +20,9 @@ from spillway.checkpoint import points
 from spillway.runtime.device import CpuDevice
 from spillway.runtime.lanes import LaneWorker
 from spillway.spec.errors import DiskError, UsageError
+from spillway.spec.plan import Op
 from spillway.store.disk import StripedDisk
+from spillway.store.homes import UnitHome
 
 PLACES = ("disk", "host")
 
@@ -488,3 +490,43 @@ def test_backward_may_run_in_a_thread_of_its_own(activations: str, tmp_path: Pat
         thread.join()
 
     assert losses(tmp_path / "apart", apart) == losses(tmp_path / "here", torch.Tensor.backward)
+
+
+@pytest.mark.parametrize(("place", "is_lost"), (("disk", False), ("host", True)))
+def test_updates_that_a_passing_fault_has_stopped_are_made_again_where_nothing_was_changed(
+    place: str, is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a step that counts as done, which the next forward, or whoever looks, carries out."""
+
+    def trained(store: Path, faults: int) -> dict[str, torch.Tensor]:
+        model, optimizer = spillway.prepare(
+            models.llama(), spillway.AdamW(lr=1e-2), store=store, device="cpu", update="deferred", weights="disk",
+            states="disk" if place == "disk" else "host",
+        )  # fmt: skip
+        write, left = LaneWorker._write_state, 0
+
+        def fail(self: LaneWorker, op: Op, home: UnitHome) -> None:
+            nonlocal left
+            if left and op.unit == 2:
+                left -= 1
+                raise DiskError("the drive is gone for a moment")
+            write(self, op, home)
+
+        monkeypatch.setattr(LaneWorker, "_write_state", fail)
+        for number in range(3):
+            step(model, optimizer, number)
+            left = faults
+            for _ in range(faults):
+                with pytest.raises(DiskError, match="for a moment"):
+                    read_parameters(model)
+        monkeypatch.setattr(LaneWorker, "_write_state", write)
+        found = read_parameters(model)
+        close(model)
+        return found
+
+    expected = trained(tmp_path / "whole", 0)
+    if is_lost:
+        with pytest.raises(UsageError, match="last saved point"):
+            trained(tmp_path / "faulty", 1)
+    else:
+        assert equal(trained(tmp_path / "faulty", 2), expected)

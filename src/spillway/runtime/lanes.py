@@ -51,12 +51,15 @@ class StepState:
     acts: dict[int, Outgoing] = field(default_factory=dict)  # on their way out, per call
     at_rest: bool = False  # every update of `late` is
     in_place: bool = False  # an update has changed weights or states of which there is no other copy
+    late_in_place: bool = False  # one of the step before has
     act_extents: dict[int, Extent] = field(default_factory=dict)
 
     @property
     def is_half_done(self) -> bool:
-        """Whether, given up here, it leaves units of two steps behind, or loses updates that count as done."""
-        return self.in_place or (self.late is not None and not self.at_rest)
+        """Whether, given up here, it leaves units of two steps behind, or loses updates that count as done: those of
+        the step before can be made again as long as their gradients are there."""
+        can_repeat = not self.late_in_place and not self.fresh
+        return self.in_place or (self.late is not None and not self.at_rest and not can_repeat)
 
     @property
     def guessed_wrong(self) -> bool:
@@ -292,7 +295,9 @@ class LaneWorker:
     def _apply(self, op: Op, home: UnitHome, due: Due, arrays: StateRange) -> None:
         if home.weight is not None or home.state is not None:
             self._homes.before_change(op.unit)
-            if not op.late and not self.step.may_take_back:
+            if op.late:
+                self.step.late_in_place = True
+            elif not self.step.may_take_back:
                 self.step.in_place = True
         for start, stop, group in self._segments[op.unit]:
             begin, end = max(start, op.start), min(stop, op.stop)
@@ -304,8 +309,9 @@ class LaneWorker:
     def _write_state(self, op: Op, home: UnitHome) -> None:
         if self._skips(op):
             return
-        if home.in_place and not op.late:
-            self.step.in_place = True
+        if home.in_place:
+            self.step.late_in_place |= op.late
+            self.step.in_place |= not op.late
         moves = SlabRange(home, op.start, op.stop).writes(self._buffer(op.source))
         self._homes.need_disk().write_all(self._homes.write_engine, moves)
 
