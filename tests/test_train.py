@@ -21,9 +21,11 @@ from transformers import AutoModelForCausalLM
 import directories
 from spillway.cli.main import run
 from spillway.data import Batches, DataPosition, encode_files
+from spillway.hardware import probe
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.runtime import lanes
 from spillway.training import run as training_run
+from spillway.training import telling
 from spillway.training.signals import stop_on_signals
 
 
@@ -345,6 +347,29 @@ def test_only_steps_as_planned_say_anything_of_the_machine(
         assert run(arguments(model, data, tmp_path / name, *shape, *more)) == 0
         refined.append(json.loads(capsys.readouterr().out)["refined_step_s"])
     assert refined[0] > 0 and refined[1] == 0
+
+
+def test_rates_that_a_run_shows_to_be_wrong_are_measured_anew(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(telling, "_TELLING_SECONDS", 0.0)
+    where = ("--states", "disk", "--weights", "disk")
+
+    def kept() -> Path:
+        (file,) = (tmp_path / "cache" / "spillway").glob("rates-*.json")
+        return file
+
+    probe.forget(torch.device("cpu"))
+    assert run(arguments(model, data, tmp_path / "first", *where, "--max-steps", "2")) == 0  # the third says something
+    rates = json.loads(kept().read_text())
+    for what, (_, value) in rates.items():
+        if "block" in what:
+            value["flops"] /= 1000  # the machine was busy
+    kept().write_text(json.dumps(rates))
+    monkeypatch.setattr(probe, "_measured", {})
+    assert run(arguments(model, data, tmp_path / "second", *where, "--max-steps", "3")) == 0
+    assert not list((tmp_path / "cache" / "spillway").glob("rates-*.json"))
 
 
 def test_a_run_without_room_for_two_copies_is_made_in_place_and_says_so(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from plan import profiles
-from spillway.hardware.calibration import as_seen, host_extra, note_host_peak, note_rates
+from spillway.hardware.calibration import as_seen, host_extra, is_doubtful, note_host_peak, note_rates
 
 _PROBED = replace(profiles.MACHINE, device="cpu")
 
@@ -26,10 +26,16 @@ def test_rates_of_a_run_are_those_of_the_next_plan_and_later_runs_count_half(tmp
     assert as_seen(probed, here).read_bytes_per_s == pytest.approx(0.9 * probed.read_bytes_per_s)
 
 
-def test_a_disturbed_run_is_believed_within_limits_and_a_damaged_file_not_at_all(tmp_path: Path) -> None:
+def test_a_disturbed_run_and_a_damaged_file_are_not_believed(tmp_path: Path) -> None:
     probed, here = _PROBED, (tmp_path,)
-    note_rates(here, probed, replace(probed, write_bytes_per_s=probed.write_bytes_per_s / 100))
-    assert as_seen(probed, here).write_bytes_per_s == probed.write_bytes_per_s / 2
+    disturbed = replace(
+        probed,
+        write_bytes_per_s=probed.write_bytes_per_s / 100,
+        read_bytes_per_s=probed.read_bytes_per_s / 1.5,
+    )
+    note_rates(here, probed, disturbed)
+    assert as_seen(probed, here) == replace(probed, read_bytes_per_s=pytest.approx(probed.read_bytes_per_s / 1.5))
+    assert is_doubtful(probed, disturbed) and not is_doubtful(probed, as_seen(probed, here))
     (file,) = (tmp_path / "spillway").iterdir()
     file.write_text('{"write_bytes_per_s": "x"')
     assert as_seen(probed, here) == probed

@@ -130,9 +130,8 @@ def test_what_one_process_has_measured_another_need_not(tmp_path: Path, monkeypa
     monkeypatch.setattr(probe, "_measured", {})  # another process
     asked = blocks_of(monkeypatch, 1e12)
     assert rates_of(tmp_path) == first and not asked
-    week = 7 * 24 * 3600
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + week)
+    tomorrow = time.time() + 24 * 3600
+    monkeypatch.setattr(time, "time", lambda: tomorrow)
     monkeypatch.setattr(probe, "_measured", {})
     rates_of(tmp_path)
     assert asked

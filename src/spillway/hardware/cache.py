@@ -16,7 +16,7 @@ import torch
 from spillway.durable import write_whole
 from spillway.store.disk import existing
 
-_FRESH_S = 7 * 24 * 3600
+_FRESH_S = 24 * 3600
 
 
 def cache_directory() -> Path:

@@ -11,7 +11,7 @@ from spillway.spec.hardware import HardwareSpec
 
 # A run says so much about the next one; the rest is what was known before.
 _WEIGHT = 0.5
-_LEAST, _MOST = 0.5, 2.0  # beyond that something else was going on
+_LEAST, _MOST = 0.5, 2.0  # beyond that something else was going on, then or when they were measured
 _HOST_EXTRA = "host_extra_bytes"
 _RATES = {field.name for field in fields(HardwareSpec) if field.name.endswith("_per_s")}
 
@@ -23,12 +23,20 @@ def as_seen(probed: HardwareSpec, paths: tuple[Path, ...]) -> HardwareSpec:
 
 
 def note_rates(paths: tuple[Path, ...], probed: HardwareSpec, seen: HardwareSpec) -> None:
-    """A run is over. `probed`: without any calibration; `seen`: as its steps showed."""
-    ratios = {}
-    for name in _RATES:
-        if 0 < getattr(probed, name) < math.inf:
-            ratios[name] = min(max(getattr(seen, name) / getattr(probed, name), _LEAST), _MOST)
-    _note(paths, probed.device, ratios)
+    """A run is over. `probed`: without any calibration; `seen`: as its steps showed. What is too far off says nothing
+    of the next run."""
+    ratios = _ratios(probed, seen)
+    _note(paths, probed.device, {name: ratio for name, ratio in ratios.items() if _LEAST <= ratio <= _MOST})
+
+
+def is_doubtful(probed: HardwareSpec, seen: HardwareSpec) -> bool:
+    """Whether a rate is so far off that the machine should be measured anew."""
+    return any(not _LEAST <= ratio <= _MOST for ratio in _ratios(probed, seen).values())
+
+
+def _ratios(probed: HardwareSpec, seen: HardwareSpec) -> dict[str, float]:
+    measured = (name for name in _RATES if 0 < getattr(probed, name) < math.inf)
+    return {name: getattr(seen, name) / getattr(probed, name) for name in measured}
 
 
 def host_extra(paths: tuple[Path, ...], device: str) -> int:

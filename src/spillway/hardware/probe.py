@@ -1,4 +1,4 @@
-"""Measures this machine, in some seconds: enough to predict a step. What was measured within a week is not measured
+"""Measures this machine, in some seconds: enough to predict a step. What was measured within a day is not measured
 again."""
 
 import math

@@ -9,8 +9,9 @@ from dataclasses import replace
 from spillway import native
 from spillway.data import DataPosition
 from spillway.durable import write_whole
-from spillway.hardware.calibration import host_extra, note_host_peak, note_rates
+from spillway.hardware.calibration import host_extra, is_doubtful, note_host_peak, note_rates
 from spillway.hardware.drives import endurance_of
+from spillway.hardware.probe import forget
 from spillway.hardware.watch import MemoryWatch
 from spillway.plan.refine import RATES, refined
 from spillway.plan.simulate import simulate, step_seconds
@@ -131,6 +132,8 @@ class Telling:
         difference = abs(self._refined_step - before)
         if difference <= max(_WORTH_TELLING * before, _TELLING_SECONDS):
             return
+        if is_doubtful(self._planner.probed, seen):
+            forget(self._training.session.device.torch_device)
         ratios = {lane: getattr(seen, name) / getattr(planned, name) for lane, name in RATES.items()}
         off = ", ".join(
             f"{lane} at {ratio:.2f} times" for lane, ratio in ratios.items() if abs(ratio - 1) > _WORTH_TELLING
