@@ -19,11 +19,6 @@ from spillway.spec.plan import HOME, Op
 from spillway.store.arena import SlabPools
 from spillway.store.placed import PlacedStore
 
-# Of the plan's peak: where more is taken, what was freed is given back before the next call.
-_NEAR = 0.97
-# And of that peak: what has to be had by it. A user's own data may have taken the process there for good.
-_WORTH = 0.005
-
 
 class Engine:
     """Has nothing to do until it is opened, and nothing any more once it is closed.
@@ -52,7 +47,6 @@ class Engine:
         self._worker: LaneWorker | None = None
         self._executor: Executor | None = None
         self._trimmed = 0  # bytes that the process took when the heap was last given back
-        self._working = 0  # bytes that the call computed last takes while it is
         self._closed = False
 
     @property
@@ -175,17 +169,13 @@ class Engine:
         self.executor.end_compute(op, begun)
 
     def _make_room(self, op: Op) -> None:
-        """Before logits, and in backward before a call that takes more than the one before it (the gradient of an
-        embedding). What blocks have freed lies in the heap; tensors so large are mapped beside it. Given back where the
-        plan's peak would be passed, for it is not free: it comes back page by page. Besides, the heap grows from call
-        to call as what was freed no longer fits: also given back where the peak is near."""
+        """Before a call which might pass the plan's peak: what earlier ones have freed lies scattered in the heap, and
+        tensors that fit nowhere in it come on top. Giving it back is not free (what is needed again comes page by
+        page), so it is done where as much may be had by it as the call takes."""
         schedule = self.in_force
-        differentiates = op.kind in ("LOSS", "BACKWARD") and op.call >= 0
-        work = schedule.profile.calls[op.call].work_bytes if differentiates else 0
-        grows, self._working = work > self._working, work
-        taken, most = process_bytes(), schedule.plan.peaks.host
-        is_short = taken > _NEAR * most or (grows and taken + work > most)
-        if is_short and taken > self._trimmed + _WORTH * most:
+        work = schedule.profile.calls[op.call].work_bytes if op.call >= 0 else 0
+        taken = process_bytes()
+        if taken + work > schedule.plan.peaks.host and taken - self._trimmed > work:
             self.device.trim()
             self._trimmed = process_bytes()
 
