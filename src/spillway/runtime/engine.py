@@ -46,6 +46,7 @@ class Engine:
         self._threads = threads
         self._worker: LaneWorker | None = None
         self._executor: Executor | None = None
+        self._works: dict[int, int] = {}  # bytes that a call of a unit takes at most while it is computed
         self._trimmed = 0  # bytes that the process took when the heap was last given back
         self._closed = False
 
@@ -80,6 +81,9 @@ class Engine:
             with torch.inference_mode(False):
                 self.store.lay_slabs(schedule.plan)
             self._laid = schedule
+            self._works = {}
+            for call in schedule.profile.calls:
+                self._works[call.unit] = max(self._works.get(call.unit, 0), call.work_bytes)
         self.schedule = schedule  # only now: one that found no room is not to be tried again
 
     def close(self) -> None:
@@ -172,10 +176,8 @@ class Engine:
         """Before a call which might pass the plan's peak: what earlier ones have freed lies scattered in the heap, and
         tensors that fit nowhere in it come on top. Giving it back is not free (what is needed again comes page by
         page), so it is done where as much may be had by it as the call takes."""
-        schedule = self.in_force
-        work = schedule.profile.calls[op.call].work_bytes if op.call >= 0 else 0
-        taken = process_bytes()
-        if taken + work > schedule.plan.peaks.host and taken - self._trimmed > work:
+        work, taken = self._works.get(op.unit, 0), process_bytes()
+        if taken + work > self.in_force.plan.peaks.host and taken - self._trimmed > work:
             self.device.trim()
             self._trimmed = process_bytes()
 
