@@ -83,7 +83,7 @@ def gemma2() -> nn.Module:
 
 
 def mixtral(experts: str = "batched_mm") -> nn.Module:
-    """Four experts, of which the router picks two. (Of the ways to run them the one that float32 has a shape for.)"""
+    """Four experts, of which the router picks two."""
     torch.manual_seed(0)
     return MixtralForCausalLM(
         MixtralConfig(

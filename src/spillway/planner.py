@@ -22,6 +22,8 @@ from spillway.store.disk import Geometry, free_on
 
 # What libraries, threads and the user's data still take after the plan was made.
 PROCESS_RESERVE = 80 << 20
+# Calls of so many times the rows go at another rate.
+_LONGER = 4
 
 
 def make_budget(
@@ -78,7 +80,7 @@ def _size(text: str | int | None, name: str) -> int | None:
 
 
 class Planner:
-    """Measures the machine once, then plans any profile."""
+    """Measures the machine, then plans any profile."""
 
     def __init__(
         self,
@@ -97,6 +99,7 @@ class Planner:
         self._form = form
         self._placed: Plan | None = None
         self._probed: HardwareSpec | None = None
+        self._probed_rows = 0
         self._hardware: HardwareSpec | None = None
 
     @property
@@ -114,13 +117,15 @@ class Planner:
         return self._hardware
 
     def _measure(self, profile: ModelProfile) -> HardwareSpec:
-        """This machine, measured once, at the width of the model's heaviest unit and the length of its calls."""
-        if self._probed is None:
+        """This machine, measured at the width of the model's heaviest unit and the length of its calls; again where
+        the first plan was made without calls, or for batches that are far shorter."""
+        forwards = [call for call in profile.calls if call.kind == "FORWARD"]
+        rows = profile.tokens // max((call.chunks for call in forwards), default=1)
+        if self._probed is None or rows > _LONGER * self._probed_rows:
             # A transformer block of width h has about 12 h^2 parameters; an embedding may have more.
-            forwards = [call for call in profile.calls if call.kind == "FORWARD"]
             heaviest = max(forwards, key=lambda call: call.flops, default=None)
             hidden = 0 if heaviest is None else math.isqrt(profile.units[heaviest.unit].num_params // 12)
-            rows = profile.tokens // max((call.chunks for call in profile.calls if call.kind == "FORWARD"), default=1)
+            self._probed_rows, self._hardware = rows, None
             self._probed = measure(
                 self._device.torch_device,
                 self._dtype,

@@ -213,3 +213,12 @@ def test_dropout_draws_the_same_numbers_as_plain_pytorch(activations: str, tmp_p
     torch.manual_seed(7)
     expected = reference.train(plain, batches(case), LR, None)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
+def test_experts_as_grouped_products_are_cut_and_taped(tmp_path: Path) -> None:
+    case = Case("mixtral", "disk", "overlap", 1, 1, "tape", steps=4)
+    plain = models.mixtral("grouped_mm")
+    losses, weights = train(case, copy.deepcopy(plain), tmp_path / "store")
+    torch.testing.assert_close(losses, reference.train(plain, batches(case), LR, CLIP), rtol=1e-5, atol=0)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(weights[name], param.detach(), rtol=1e-5, atol=1e-5, msg=name)

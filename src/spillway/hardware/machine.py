@@ -14,7 +14,7 @@ from spillway.spec.state import EXACT
 from spillway.store.disk import existing
 
 # A block large enough that its rate is that of larger ones.
-_ROWS, _HIDDEN = 1024, 2048
+_LARGE = {"cpu": (1024, 2048), "cuda": (8192, 4096)}
 _ROOM_BYTES = 4 << 30
 
 
@@ -33,7 +33,7 @@ def this_machine(
         forget(where)
     room = min(_ROOM_BYTES, free_host_bytes() // 2)
     there = int(torch.cuda.mem_get_info(where)[0]) // 2 if where.type == "cuda" else room
-    hardware = measure(where, dtype, paths, _ROWS, _HIDDEN, EXACT, room, there)
+    hardware = measure(where, dtype, paths, *_LARGE[where.type], EXACT, room, there)
     host = free_host_bytes() + process_bytes()
     on_device = int(torch.cuda.mem_get_info(where)[0]) if where.type == "cuda" else host
     drives = _drives(paths, hardware, free_disk_bytes)

@@ -35,7 +35,8 @@ _MAX_HIDDEN, _MAX_ROWS = {"cpu": 1536, "cuda": 4096}, {"cpu": 1024, "cuda": 8192
 # Values a row of the block takes at its peak, per unit of width.
 _ROW_VALUES = 32
 # Rows and width of a block that shows how fast the device is about; and how long a step of the one measured may take.
-_TRIAL_ROWS, _TRIAL_HIDDEN, _STEP_SECONDS = 64, 256, 2.0
+# On a GPU a smaller one would show how fast kernels are launched.
+_TRIAL, _STEP_SECONDS = {"cpu": (64, 256), "cuda": (1024, 1024)}, 2.0
 T = TypeVar("T")
 _measured: dict[tuple[torch.device, tuple[Hashable, ...]], Any] = {}
 
@@ -146,16 +147,17 @@ def _block_rates(
 def _quick(device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> tuple[int, int]:
     """Rows and width of a block of which a step does not take long: less than was asked for on a processor without
     instructions for the dtype."""
-    trial = Block(device, dtype, min(rows, _TRIAL_ROWS), min(hidden, _TRIAL_HIDDEN))
+    few, narrow = _TRIAL[device.type]
+    trial = Block(device, dtype, min(rows, few), min(hidden, narrow))
     trial.step()
     began = time.perf_counter()
     trial.step()
     flops = trial.flops * _STEP_SECONDS / (time.perf_counter() - began)
-    while step_flops(rows, hidden) > flops and (rows > _TRIAL_ROWS or hidden > _TRIAL_HIDDEN):
-        if rows > _TRIAL_ROWS:
+    while step_flops(rows, hidden) > flops and (rows > few or hidden > narrow):
+        if rows > few:
             rows //= 2
         else:
-            hidden = max(hidden // 128 * 64, _TRIAL_HIDDEN)
+            hidden = max(hidden // 128 * 64, narrow)
     return rows, hidden
 
 

@@ -50,7 +50,7 @@ def random_of_blocks(first: int, count: int, seed: int, device: torch.device) ->
     four, k = byte // 4, byte % 4
     by_byte = (_hash(blocks, seed) >> 12)[:, None] ^ ((k % 2 * 32 + k // 2 * 16 + four) << 14)
     m = _by_element(by_byte)
-    v = _by_element(by_byte.view(-1, BLOCK // 4, 4)[:, :, [2, 3, 0, 1]].reshape(-1, BLOCK))
+    v = _by_element(by_byte.view(-1, BLOCK // 4, 2, 2).flip(2).reshape(-1, BLOCK))  # bytes 2, 3, 0, 1 of four
     return RandomBits(m, v, m >> 12)
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from spillway.hardware.block import Block
 from spillway.hardware.limits import trim_heap
 from spillway.hardware.present import refuse_missing
 from spillway.spec.options import check_device
@@ -206,7 +207,7 @@ class CudaDevice:
         """Operators inside run on the lane's stream, and are over at its end, however it ends."""
         stream = self._streams[lane]
         try:
-            with torch.cuda.stream(stream):
+            with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):  # the thread may have another one
                 yield
         finally:
             _pass(stream)
@@ -360,6 +361,7 @@ def open_device(name: str) -> Device:
     if number:
         torch.cuda.set_device(int(number))
     device = CudaDevice(torch.cuda.current_device())
-    # Libraries that are loaded with the first product: their memory is not to be taken for free.
-    torch.mm(*torch.ones(2, 64, 64, device=device.torch_device))
+    # Libraries and kernels that are loaded when they are first used, in this thread and autograd's: their memory is not
+    # to be taken for free.
+    Block(device.torch_device, torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16, 64, 256).step()
     return device

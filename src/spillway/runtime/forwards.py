@@ -105,7 +105,7 @@ class Forwards:
     def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """The batch of a call of the model. Raises UsageError for one that is not where it is computed."""
         for tensor in _tensors((args, kwargs)):
-            if tensor.device.type != self._device.type and tensor.dim():  # a number in a tensor may be elsewhere
+            if tensor.device != self._device and tensor.dim():  # a number in a tensor may be elsewhere
                 raise UsageError(
                     f"a tensor of the batch (shape {tuple(tensor.shape)}) is on {tensor.device} and the model computes "
                     f"on {self._device}: move the batch there first"

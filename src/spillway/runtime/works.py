@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from spillway.model.binding import bound
+from spillway.model.fake_products import tell_grouped_products
 from spillway.model.profile import CallRecord, CallShape, UnitCall, tensors_by_place
 from spillway.model.units import Unit
 from spillway.model.work import SLACK, MeasuredWorks, Work, measure_work
@@ -90,6 +91,7 @@ class Works:
 def on_fakes(device: torch.device, modules: Iterable[nn.Module]) -> Iterator[FakeTensorMode]:
     """What is called within sees tensors of that device without content, and leaves nothing behind in these modules,
     in random states or in PyTorch's log, which would be nothing to the user: an error is raised."""
+    tell_grouped_products()
     was_disabled = _FAKE_LOG.disabled
     _FAKE_LOG.disabled = True
     try:
