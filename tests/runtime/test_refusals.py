@@ -367,3 +367,49 @@ def test_what_comes_into_the_model_after_prepare(what: str, when: str) -> None:
     with pytest.raises(UsageError, match=r"(blocks\.3|first|bias)\S* came into the model after prepare"):
         model(torch.ones(2, 8))
     spillway.close(model)
+
+
+class Giving(Block):
+    """A block that also writes into what it is given, or returns what only it knows."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor, kept: Any) -> Any:
+        y = super().forward(x)
+        if self.how == "a list":
+            kept.append(y.square().mean())
+        elif self.how == "a dict":
+            kept["loss"] = kept.get("loss", 0.0) + y.square().mean()
+        return Held(y) if self.how == "an object" else y
+
+
+class Given(nn.Module):
+    def __init__(self, how: str, freezes: bool) -> None:
+        super().__init__()
+        self.first, self.blocks, self.how = nn.Linear(8, 8), nn.ModuleList([Giving(how)]), how
+        self.first.requires_grad_(not freezes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: Any = {} if self.how == "a dict" else []
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, kept)
+        losses = kept.values() if self.how == "a dict" else kept
+        return (x.x if isinstance(x, Held) else x).square().mean() + sum(losses)
+
+
+@pytest.mark.parametrize("freezes", (False, True))
+@pytest.mark.parametrize("activations", ("recompute", "tape", "keep"))
+@pytest.mark.parametrize(
+    ("how", "words"),
+    (("a list", "writes into a list or dict"), ("a dict", "writes into a list"), ("an object", "returned a Held")),
+)
+def test_what_a_block_gives_by_another_way_than_its_result(
+    how: str, words: str, activations: str, freezes: bool
+) -> None:
+    model, _ = spillway.prepare(Given(how, freezes), spillway.AdamW(), device="cpu", activations=activations)
+    with pytest.raises(UsageError, match=words):
+        model(torch.ones(4, 8)).backward()
+    spillway.close(model)

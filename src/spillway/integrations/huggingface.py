@@ -278,6 +278,8 @@ def _train_without_cache(model: transformers.PreTrainedModel, session: Session) 
                 "use_cache=True was asked for in a forward with gradients, whose backward would add to the cache once "
                 "more: leave it out, or run the forward under torch.no_grad()"
             )
-        return None if "use_cache" in given else (args, {**kwargs, "use_cache": False})
+        # A model around this one hands its own use_cache=None on, for which the config then answers.
+        is_settled = given.get("use_cache") is False or ("use_cache" in given and "use_cache" not in kwargs)
+        return None if is_settled else (args, {**kwargs, "use_cache": False})
 
     session.on_undo.append(model.register_forward_pre_hook(turn_off, with_kwargs=True).remove)

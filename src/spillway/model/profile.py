@@ -4,13 +4,13 @@ The forward runs on fake tensors: shapes and dtypes only, no memory, no arithmet
 (`.item()`, `if tensor:`) that is impossible and the caller profiles a real forward instead.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from spillway.model.alike import AlikeCalls, given_by
 from spillway.model.operators import OperatorTally, storage_of
@@ -146,6 +146,7 @@ class Profiler:
         held.clear()
         if versions != [tensor._version for tensor in inputs.values()]:
             raise changed_in_place(getattr(call.function, "__qualname__", name))
+        refuse_hidden_results(getattr(call.function, "__qualname__", name), tree_leaves(result))
         outputs = tensors_by_place(result)
         first = next(iter(inputs.values()), None)
         rows = first.shape[0] if first is not None and first.dim() else 0
@@ -168,6 +169,16 @@ class Profiler:
         )
         self.calls.append(record)
         return result
+
+
+def refuse_hidden_results(name: str, results: Iterable[Any]) -> None:
+    """Raise UsageError for a result of a call with tensors that nobody finds: no gradient would come to them."""
+    for leaf in results:
+        if any(isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()):
+            raise UsageError(
+                f"{name} returned a {type(leaf).__name__} that holds tensors: return them by themselves or in a tuple "
+                f"or dict, or make its class known with torch.utils._pytree.register_dataclass"
+            )
 
 
 def changed_in_place(name: str) -> UsageError:

@@ -5,13 +5,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from spillway.model.profile import CallShape, UnitCall, changed_in_place
+from spillway.model.profile import CallShape, UnitCall, changed_in_place, refuse_hidden_results
 from spillway.runtime.device import Device
 from spillway.runtime.graph import Graph, Like, Root, bypass
 from spillway.runtime.held import address_of
@@ -39,7 +40,10 @@ class FlatCall:
         for hole, tensor in zip(self.holes, tensors, strict=True):
             leaves[hole] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
-        return tree_flatten(self.function(*args, **kwargs))
+        found, spec = tree_flatten(self.function(*args, **kwargs))
+        _refuse_written(self, leaves, (args, kwargs))
+        refuse_hidden_results(self.name, found)
+        return found, spec
 
 
 def flatten_call(
@@ -76,6 +80,17 @@ def _refuse_hidden(call: FlatCall) -> None:
                 f"{call.name} was given a {type(leaf).__name__} that holds tensors with gradients: hand them over by "
                 f"themselves or in a tuple or dict, or make its class known with torch.utils._pytree.register_dataclass"
             )
+
+
+def _refuse_written(call: FlatCall, before: list[Any], arguments: Any) -> None:
+    """Raise UsageError where the function changed what is in its arguments: they are made anew for each computation,
+    and nobody else would see it."""
+    after = tree_leaves(arguments)
+    if len(after) != len(before) or not all(map(is_, after, before)):
+        raise UsageError(
+            f"{call.name} writes into a list or dict that it was given, which would be lost, for it is computed more "
+            f"than once: return what it writes instead"
+        )
 
 
 def run_in_pieces(call: UnitCall) -> Any:

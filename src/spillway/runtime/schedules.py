@@ -72,11 +72,11 @@ class Schedules:
         except UsageError:
             raise
         except Exception as error:
+            calls, grown = self._forwards.real(batch), None  # an error of the model itself comes out of this
             if is_cut:
                 raise UsageError(
-                    f"the forward of {self._name} depends on the values of its tensors ({error}), so it cannot be cut "
-                    f"into micro-batches: leave micro_batch out"
+                    f"the forward of {self._name} cannot be run on tensors without content ({error}), as one that "
+                    f"depends on their values cannot, so it cannot be cut into micro-batches: leave micro_batch out"
                 ) from error
-            calls, grown = self._forwards.real(batch), None
         shapes = shapes_of(calls, grown, batch.rows, self._micro_batch)
         return calls, shapes, self._forwards.calls_beside

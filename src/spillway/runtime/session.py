@@ -304,7 +304,7 @@ class Session:
         if index >= len(shapes) or (shapes[index].unit, shapes[index].member) != (call.unit, call.member):
             raise UsageError(
                 f"the forward called {call.member} where the profiled forward did not: a model whose order of calls "
-                f"changes from batch to batch cannot be trained by Spillway"
+                f"changes from batch to batch cannot be trained by Spillway (set layerdrop or stochastic depth to 0)"
             )
         return run_in_step(self, index, call)
 
