@@ -28,10 +28,10 @@ def test_the_device_is_measured_with_calls_whatever_is_planned_first(
     read_parameters(model)
     assert asked == [(0, 0)]
     before = prepared(model).planner.hardware
-    for length in (8, 16, 12, 64):
+    for length in (64, 8):
         model(**models.batch("llama", 0, rows=1, length=length)).loss.backward()
         prepared(model).session.settle()
         prepared(model).session.rounds.start_anew()
-    assert [rows for rows, _ in asked] == [0, 8, 64] and all(hidden for _, hidden in asked[1:])
+    assert [rows for rows, _ in asked] == [0, 64] and asked[1][1] > 0
     assert prepared(model).planner.hardware != before
     close(model)

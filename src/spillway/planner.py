@@ -15,15 +15,14 @@ from spillway.runtime.device import Device
 from spillway.spec.errors import BudgetWarning, UsageError
 from spillway.spec.hardware import DEVICE_SHARE, HOST_SHARE, Budget, HardwareSpec, device_bytes
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import Plan
+from spillway.spec.plan import Plan, TierPeaks
 from spillway.spec.sizes import format_size, parse_size
 from spillway.spec.state import StateFormat
 from spillway.store.disk import Geometry, free_on
 
 # What libraries, threads and the user's data still take after the plan was made.
 PROCESS_RESERVE = 80 << 20
-# Calls of so many times the rows go at another rate.
-_LONGER = 4
+_LEAST_ROOM = 16 << 20
 
 
 def make_budget(
@@ -116,12 +115,12 @@ class Planner:
             self._hardware = as_seen(self.probed, self._paths)
         return self._hardware
 
-    def _measure(self, profile: ModelProfile) -> HardwareSpec:
+    def _measure(self, profile: ModelProfile, resting: TierPeaks) -> HardwareSpec:
         """This machine, measured at the width of the model's heaviest unit and the length of its calls; again where
-        the first plan was made without calls, or for batches that are far shorter."""
+        the first plan was made without calls. `resting`: what is taken of the budget already."""
         forwards = [call for call in profile.calls if call.kind == "FORWARD"]
         rows = profile.tokens // max((call.chunks for call in forwards), default=1)
-        if self._probed is None or rows > _LONGER * self._probed_rows:
+        if self._probed is None or (rows and not self._probed_rows):
             # A transformer block of width h has about 12 h^2 parameters; an embedding may have more.
             heaviest = max(forwards, key=lambda call: call.flops, default=None)
             hidden = 0 if heaviest is None else math.isqrt(profile.units[heaviest.unit].num_params // 12)
@@ -133,16 +132,17 @@ class Planner:
                 rows,
                 hidden,
                 self._form,
-                max(self._budget.host_bytes - self._budget.process_bytes, 16 << 20),
-                max(self._budget.device_bytes, 16 << 20),
+                max(self._budget.host_bytes - resting.host, _LEAST_ROOM),
+                max(self._budget.device_bytes - resting.device, _LEAST_ROOM),
             )
         return self.hardware
 
     def __call__(self, profile: ModelProfile, is_open: bool) -> Plan:
         """The plan; once weights rest somewhere they stay there."""
-        fixed = self._placed.placement if is_open and self._placed is not None else None
-        request = replace(self._request, fixed=fixed)
-        plan = make_plan(profile, self._measure(profile), self._budget, request)
+        placed = self._placed if is_open else None
+        request = replace(self._request, fixed=None if placed is None else placed.placement)
+        resting = TierPeaks(0, self._budget.process_bytes, 0) if placed is None else placed.peaks
+        plan = make_plan(profile, self._measure(profile, resting), self._budget, request)
         if not is_open:
             self._placed = plan
         return plan
