@@ -433,17 +433,19 @@ def test_a_step_for_which_there_is_no_room_leaves_weights_in_memory_alone(
 
 
 @pytest.mark.parametrize(
-    ("share", "helps", "least", "most"),
-    [(0.5, True, 0.0, 0.0), (0.968, True, 0.1, 0.5), (0.99, True, 1.0, 1.0), (0.99, False, 0.0, 0.0)],
+    ("left", "helps", "least", "most"),
+    [(1.1, True, 0.0, 0.0), (0.9, True, 0.1, 1.0), (0.0, True, 1.0, 1.0), (0.0, False, 0.0, 0.0)],
 )
-def test_the_heap_is_given_back_near_the_peak_and_before_what_would_pass_it(
-    share: float, helps: bool, least: float, most: float, monkeypatch: pytest.MonkeyPatch
+def test_the_heap_is_given_back_before_what_would_pass_the_peak(
+    left: float, helps: bool, least: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`left`: of what the largest call takes."""
     trims: list[int] = []
     model, optimizer = spillway.prepare(models.llama(), spillway.AdamW(lr=1e-3), device="cpu")
     step(model, optimizer, 0)
-    plan = prepared(model).session.engine.in_force.plan
-    taken = int(share * plan.peaks.host)
+    schedule = prepared(model).session.engine.in_force
+    plan = schedule.plan
+    taken = plan.peaks.host - int(left * max(call.work_bytes for call in schedule.profile.calls))
     given_back = [taken // 2] if helps else [taken]
 
     def process_bytes() -> int:  # asked before each call, and after what is free was given back
