@@ -192,6 +192,29 @@ class TwoLists(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
+class ReadElsewhere(nn.Module):
+    """Uses the weights of embeddings outside of their calls: of one never called, and of one that is also the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 24)
+        self.positions = nn.Embedding(16, 24)
+        self.blocks = nn.ModuleList(Block(24) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(48))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        x = (self.embed(input_ids) + self.positions.weight[: input_ids.shape[1]]) * attention_mask[..., None]
+        for block in self.blocks:
+            x, _ = block(x, {"scale": self.scale})
+        scores = nn.functional.linear(x, self.embed.weight)
+        return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def read_elsewhere() -> nn.Module:
+    torch.manual_seed(0)
+    return ReadElsewhere()
+
+
 def two_lists() -> nn.Module:
     torch.manual_seed(0)
     return TwoLists()
@@ -210,6 +233,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2,
     "t5": t5,
     "two_lists": two_lists,
+    "read_elsewhere": read_elsewhere,
     "gemma2": gemma2,
     "mixtral": mixtral,
     "vit": vit,

@@ -184,13 +184,15 @@ def stream(
     host_memory: str | int | None = None,
     disk_memory: str | int | None = None,
     weights: str = "auto",
+    example: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> nn.Module:
     """Let `model` compute forwards within the given memory, without training it: a teacher, a judge, generation.
 
     Its parameters are frozen and come to rest now, in host memory as far as they fit and in `store` (see `prepare`
-    for the arguments); forwards under torch.no_grad() then stream them, the next units while one computes. Returns the
-    same model. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
+    for the arguments); forwards under torch.no_grad() then stream them, the next units while one computes. `example`:
+    keyword arguments of a forward, for models that use weights outside of the modules that hold them. Returns the same
+    model. Raises PlanInfeasible, DiskError or UsageError, each in one sentence.
     """
     check_fresh(model)
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -198,7 +200,9 @@ def stream(
     request = PlanRequest(weights=weights, has_store=bool(store))
     try:
         place = Place(store, device, device_memory, host_memory, disk_memory)
-        assemble(model, EXACT, place, request, None, progress=progress)
+        forwards = assemble(model, EXACT, place, request, None, progress=progress).session.forwards
+        if example is not None:
+            forwards.find_residents(forwards.batch((), dict(example)))
         _open(model, {})
     except BaseException:
         for param in trained:

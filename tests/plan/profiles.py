@@ -60,19 +60,14 @@ def models(draw: st.DrawFn) -> ModelProfile:
     order = draw(st.lists(st.integers(0, len(units) - 1), min_size=1, max_size=14))
     acts = st.integers(0, 50).map(lambda pages: pages * PAGE)
     calls = tuple(_call(index, draw(acts), draw(acts), draw(st.booleans())) for index in order)
-    return ModelProfile(
-        units, calls, 0, draw(st.sampled_from([None, len(units) - 1])) if _loose(order, units) else None
-    )
+    uncalled = [index for index in range(len(units)) if index not in order]
+    residents = frozenset(draw(st.lists(st.sampled_from(uncalled), max_size=2)) if uncalled else ())
+    return ModelProfile(units, calls, 0, residents)
 
 
 def _call(unit: int, act_bytes: int, saved_bytes: int, has_operators: bool) -> CallProfile:
     known = operators(1e8, saved_bytes) if has_operators else ()
     return CallProfile(unit, 1e8, act_bytes, saved_bytes, operators=known)
-
-
-def _loose(order: list[int], units: tuple[UnitProfile, ...]) -> bool:
-    """The last unit may hold parameters outside of units only if nothing calls it."""
-    return len(units) - 1 not in order
 
 
 @st.composite

@@ -21,7 +21,8 @@ def teacher(store: Path, weights: str, name: str = "llama") -> tuple[nn.Module, 
     plain = models.MODELS[name]().eval()
     streamed = models.MODELS[name]().eval()
     streamed.load_state_dict(plain.state_dict())
-    return spillway.stream(streamed, store=store, weights=weights, device="cpu"), plain
+    example = models.batch(name, 1)
+    return spillway.stream(streamed, store=store, weights=weights, device="cpu", example=example), plain
 
 
 def trace_of(model: nn.Module) -> Trace:

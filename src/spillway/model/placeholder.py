@@ -8,6 +8,19 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.spec.errors import UsageError
 
+
+class ReadElsewhere(UsageError):
+    """A parameter was used while no module that holds it is called. `name`: the parameter's."""
+
+    def __init__(self, func: Any, name: str) -> None:
+        super().__init__(
+            f"{func} was given {name}, a parameter of a model that streams, whose values are there only while the "
+            f"module that holds it is called: ask spillway.api.read_parameters for it; if the model's own forward uses "
+            f"it elsewhere, show that by an example= batch before weights come to rest"
+        )
+        self.name = name
+
+
 _ALLOWED = (torch.ops.aten.detach.default,)  # by which nn.Parameter is made of it
 
 
@@ -37,12 +50,7 @@ class _Placeholder(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in _ALLOWED:
             return cls(args[0]._name, args[0].shape, args[0].dtype, args[0].device)
-        names = [leaf._name for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
-        raise UsageError(
-            f"{func} was given {names[0]}, a parameter of a model that streams, whose values are there only while the "
-            f"module that holds it is called: use it in that module's forward, or ask spillway.api.read_parameters "
-            f"for it"
-        )
+        raise ReadElsewhere(func, next(leaf._name for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)))
 
 
 def make_placeholder(

@@ -289,8 +289,9 @@ def model_profile(
     shapes: tuple[CallShape, ...],
     works: tuple[Work, ...],
     tokens: int,
+    residents: frozenset[int],
 ) -> ModelProfile:
-    """What the planner needs to know. `works`: per call, of one micro-batch."""
+    """What the planner needs to know. `works`: per call, of one micro-batch. `residents`: units bound all step."""
     act_ids = {id(calls[i].inputs[j]) for i, shape in enumerate(shapes) for j in shape.acts}
     boundary: dict[int, int] = {}
     for call in calls:
@@ -314,10 +315,9 @@ def model_profile(
         )
         for call, shape, work in zip(calls, shapes, works, strict=True)
     )
-    resident = next((index for index, unit in enumerate(units) if not unit.members), None)
     update_bytes = max(unit.layout.update_bytes for unit in units)
     known = tuple(map(unit_profile, units))
-    return ModelProfile(known, profiles, sum(boundary.values()), resident, tokens, update_bytes)
+    return ModelProfile(known, profiles, sum(boundary.values()), residents, tokens, update_bytes)
 
 
 def _forks(call: CallRecord, shape: CallShape) -> bool:

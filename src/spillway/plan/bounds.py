@@ -162,7 +162,7 @@ def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Pha
 
 def _used(model: ModelProfile, placement: Placement) -> list[tuple[UnitProfile, UnitPlacement]]:
     """The units that a step calls, and where they rest."""
-    used = {call.unit for call in model.calls} | {model.resident_unit}
+    used = {call.unit for call in model.calls} | model.resident_units
     return [pair for index, pair in enumerate(zip(model.units, placement.units, strict=True)) if index in used]
 
 

@@ -127,7 +127,7 @@ class Filler:
         """All that fit and differ in where one unit rests, or in what is kept of one call."""
         space = self._space
         for unit, where in enumerate(placement.units):
-            if where.states == "none" or unit == self._model.resident_unit:
+            if where.states == "none" or unit in self._model.resident_units:
                 continue
             for weights, states in product(space.weights, space.states):
                 if states != "device" or weights == "device":

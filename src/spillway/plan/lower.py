@@ -46,7 +46,7 @@ class Lowering:
     def run(self) -> tuple[Op, ...]:
         """The list. Raises InvariantError if a pool is too small for even one operation at a time."""
         turn = len(self._model.calls)
-        self._updates.catch_up_resident()
+        self._updates.catch_up_residents()
         for position, use in enumerate(self._uses[:turn]):
             self._fetch_ahead(position)
             self._emit_forward(position, use)
@@ -54,7 +54,7 @@ class Lowering:
         for position, use in enumerate(self._uses[turn:], start=turn):
             self._fetch_ahead(position)
             self._emit_backward(position, use)
-        self._emit_resident()
+        self._emit_residents()
         self._updates.end()
         return tuple(self._build.ops)
 
@@ -211,15 +211,14 @@ class Lowering:
     def _is_last_backward(self, use: Use) -> bool:
         return use.call == self._first_call[use.unit]
 
-    def _emit_resident(self) -> None:
-        """Parameters outside any unit gather gradients all through backward."""
-        unit = self._model.resident_unit
-        if unit is None or not self._model.units[unit].num_trainable:
-            return
-        done = self._build.add(
-            "BACKWARD", "compute", unit, "none", 0, list(self._backward.values()), (), (), HOME, HOME
-        )
-        self._updates.gradient(unit, [done], (), HOME)
+    def _emit_residents(self) -> None:
+        """Parameters that are used outside of calls gather gradients all through backward."""
+        for unit in sorted(self._model.resident_units):
+            if self._model.units[unit].num_trainable:
+                done = self._build.add(
+                    "BACKWARD", "compute", unit, "none", 0, list(self._backward.values()), (), (), HOME, HOME
+                )
+                self._updates.gradient(unit, [done], (), HOME)
 
 
 def lower_step(model: ModelProfile, placement: Placement) -> Plan:

@@ -31,7 +31,7 @@ def residents(model: ModelProfile, placement: Placement, unit: int) -> Residents
     device = host = 0
     if where.weights == "device":
         device += profile.weight_bytes
-        if unit == model.resident_unit or where.states == "device":
+        if unit in model.resident_units or where.states == "device":
             device += profile.grad_bytes
     if where.states == "device":
         device += profile.state_bytes

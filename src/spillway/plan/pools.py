@@ -26,7 +26,7 @@ class Kinds:
 
     def __init__(self, model: ModelProfile) -> None:
         self.units = _numbers(
-            (index == model.resident_unit, unit.weight_bytes, unit.grad_bytes, unit.state_bytes, unit.num_trainable)
+            (index in model.resident_units, unit.weight_bytes, unit.grad_bytes, unit.state_bytes, unit.num_trainable)
             for index, unit in enumerate(model.units)
         )
         self.calls = _numbers(
@@ -140,7 +140,7 @@ class SlabNames:
                 need(self.slot(index), "device", unit.weight_bytes, plan.window, times)
             if where.weights == "disk":
                 need(self.weight(index), "host", unit.weight_bytes, 2, times)
-            if trained and index != self._model.resident_unit:
+            if trained and index not in self._model.resident_units:
                 need(self.grad_slot(index), "device", unit.grad_bytes, grad_slots, times)
             if trained and self.lands_in_slab(index):
                 need(self.grad(index), "host", unit.grad_bytes, 2, times)

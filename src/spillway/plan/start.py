@@ -157,7 +157,7 @@ class Start:
         waits = (update not in ("overlap", "overlap-naive") or request.clip) and request.accumulation == 1
         grads = "device" if states == "device" else space.grads[0] if waits else "host"
         for index, unit in enumerate(self._model.units):
-            resident = index == self._model.resident_unit
+            resident = index in self._model.resident_units
             rests = states if unit.num_trainable else "none"
             yield UnitPlacement("device" if resident else weights, rests, grads)
 

@@ -18,12 +18,11 @@ def thinned(model: ModelProfile, kinds: Kinds, placement: Placement, share: floa
     kept = _kept_units(model, kinds, placement, share)
     number = {unit: index for index, unit in enumerate(kept)}
     calls = [index for index, call in enumerate(model.calls) if call.unit in number]
-    resident = model.resident_unit
     fewer = replace(
         model,
         units=tuple(model.units[unit] for unit in kept),
         calls=tuple(replace(model.calls[index], unit=number[model.calls[index].unit]) for index in calls),
-        resident_unit=None if resident is None else number[resident],
+        resident_units=frozenset(number[unit] for unit in model.resident_units),
     )
     units = tuple(placement.units[unit] for unit in kept)
     return fewer, replace(placement, units=units, acts=tuple(placement.acts[index] for index in calls))
@@ -37,7 +36,7 @@ def _kept_units(model: ModelProfile, kinds: Kinds, placement: Placement, share: 
     kept = []
     for unit, where in enumerate(placement.units):
         own = calls.get(unit, [])
-        if len(own) != 1 or unit == model.resident_unit:
+        if len(own) != 1 or unit in model.resident_units:
             kept.append(unit)
             continue
         kind = (kinds.units[unit], kinds.calls[own[0]], where, placement.acts[own[0]])

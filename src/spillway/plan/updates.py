@@ -57,10 +57,9 @@ class Updates:
             self._due.remove(unit)
             self._renewed[unit] = self._emit(unit, None, HOME, late=True)
 
-    def catch_up_resident(self) -> None:
-        """Parameters outside any unit may be used from the first line of the user's forward."""
-        unit = self._model.resident_unit
-        if unit is not None and unit in self._due:
+    def catch_up_residents(self) -> None:
+        """Parameters that are used outside of calls may be so from the first line of the user's forward."""
+        for unit in sorted(self._model.resident_units.intersection(self._due)):
             self.catch_up(unit)
             self._build.add("FORWARD", "compute", unit, "none", 0, [self._renewed[unit]], (), (), HOME)
 

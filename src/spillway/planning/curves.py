@@ -82,9 +82,8 @@ def _repeat_blocks(two: ModelProfile, layers: int) -> ModelProfile:
             calls += [replace(call, unit=first + 1 + index) for index in range(layers - 1)]
         else:
             calls.append(replace(call, unit=call.unit + shift))
-    resident = two.resident_unit
-    moved = resident + layers - 2 if resident is not None and resident > first + 1 else resident
-    return replace(two, units=tuple(units), calls=tuple(calls), resident_unit=moved)
+    moved = frozenset(unit + layers - 2 if unit > first + 1 else unit for unit in two.resident_units)
+    return replace(two, units=tuple(units), calls=tuple(calls), resident_units=moved)
 
 
 def _alike(profile: ModelProfile, index: int) -> bool:

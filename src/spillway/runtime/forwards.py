@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from spillway.model.alike import AlikeCalls
 from spillway.model.binding import bound
 from spillway.model.operators import storage_of
+from spillway.model.placeholder import ReadElsewhere
 from spillway.model.profile import (
     CallRecord,
     CallShape,
@@ -71,6 +72,8 @@ class Look:
 # Where an object that says nothing of its content lies: another one in every batch, perhaps.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
+_SMALL_TABLE = 1 << 20
+
 # Gets the function that profiles one forward and returns what it gave, trying what it may.
 Trial = Callable[[Callable[[], list[CallRecord]]], list[CallRecord]]
 
@@ -86,18 +89,22 @@ class Forwards:
         placeholders: dict[str, nn.Parameter],
         at_rest: Callable[[], AbstractContextManager[None]],
         on_demand: Callable[[int], AbstractContextManager[tuple[torch.Tensor, dict[str, torch.Tensor]]]],
+        is_open: Callable[[], bool],
     ) -> None:
-        """`at_rest`: brings weights there before any batch is known, and binds those outside any unit's forward.
-        `on_demand`: a unit by itself."""
+        """`at_rest`: brings weights there before any batch is known, and binds those of residents. `on_demand`: a unit
+        by itself. `is_open`: whether weights are at rest."""
         self.trials: list[Trial] = []
         self.looks: list[Look] = []
         self.calls_beside = False  # of the last forward: units were called without gradients, too
+        # Units whose parameters are used outside of their calls as well, or have none: they are bound all through.
+        self.residents = frozenset(index for index, unit in enumerate(units) if not unit.members)
         self._model = model
         self._units = units
         self._device = device.torch_device
         self._placeholders = placeholders
         self._at_rest = at_rest
         self._on_demand = on_demand
+        self._is_open = is_open
         self._works = Works(units, device, placeholders)
         self._profiler: Profiler | None = None
         self._is_real = False
@@ -118,21 +125,31 @@ class Forwards:
         the forward does where it looks at values."""
         return self._try(lambda: self._fake(batch))
 
+    def find_residents(self, batch: Batch) -> None:
+        """Learn of them from a batch, as far as that is possible without computing."""
+        try:
+            self._fake(batch)
+        except Exception:  # it looks at values, or raises this when it is computed, too
+            self._suppose_residents()
+
     def grown(self, batch: Batch) -> list[CallRecord]:
         """Those on a row more, with what was found to be allowed."""
         return self._fake(batch.grown())
 
     def real(self, batch: Batch) -> list[CallRecord]:
         """Those on real data, one unit at a time, for models whose forward looks at values."""
+        self._suppose_residents()
         return self._try(lambda: self._real(batch))
 
     def profile(
         self, batch: Batch, calls: list[CallRecord], shapes: tuple[CallShape, ...], slack: float = 1.0
     ) -> ModelProfile:
         """What the planner needs to know of these calls. `slack`: see MeasuredWorks."""
-        works = tuple(self._works.of(call, shape, slack) for call, shape in zip(calls, shapes, strict=True))
+        works = tuple(
+            self._works.of(call, shape, slack, self.residents) for call, shape in zip(calls, shapes, strict=True)
+        )
         tokens = max((leaf.numel() for leaf in batch.tensors if not leaf.is_floating_point()), default=0)
-        return model_profile(self._units, calls, shapes, works, tokens)
+        return model_profile(self._units, calls, shapes, works, tokens, self.residents)
 
     @property
     def is_profiling(self) -> bool:
@@ -175,6 +192,16 @@ class Forwards:
         return profile()
 
     def _fake(self, batch: Batch) -> list[CallRecord]:
+        while True:
+            try:
+                return self._fake_with_residents(batch)
+            except ReadElsewhere as error:
+                owner = next(index for index, unit in enumerate(self._units) if _has(unit, error.name))
+                if owner in self.residents or self._is_open():
+                    raise
+                self.residents |= {owner}
+
+    def _fake_with_residents(self, batch: Batch) -> list[CallRecord]:
         members = {(index, path): part for index, unit in enumerate(self._units) for path, part in unit.members}
         alike = AlikeCalls(members)
         try:
@@ -195,9 +222,8 @@ class Forwards:
         ):
             for look, value in zip(self.looks, batch.seen, strict=True):
                 stack.enter_context(look.told(value))
-            # Those outside any unit's forward are there all along, the others while their unit is called.
-            resident = [index for index, unit in enumerate(self._units) if not unit.members]
-            weights = set[int]().union(*(stack.enter_context(self._with_fakes(index)) for index in resident))
+            fakes = (stack.enter_context(self._with_fakes(index)) for index in self.residents)
+            weights = set[int]().union(*fakes)
             args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (batch.args, batch.kwargs))
             return self._record(args, kwargs, Profiler(self._with_fakes, weights, True, alike), is_real=False)
 
@@ -220,6 +246,12 @@ class Forwards:
             self._profiler, self._is_real = None, False
         return profiler.calls
 
+    def _suppose_residents(self) -> None:
+        """Where residents cannot be told before weights come to rest, small tables are taken for such: many a model
+        reads them by their weights."""
+        if not self._is_open():
+            self.residents |= {index for index, unit in enumerate(self._units) if _is_small_table(unit)}
+
     @contextmanager
     def _with_fakes(self, index: int) -> Iterator[set[int]]:
         """Fake parameters in a unit; gives their storages."""
@@ -238,6 +270,15 @@ def _written(name: str) -> UsageError:
         f"{name} is changed by its own forward (max_norm of an embedding, a clamp?), and a step writes back what the "
         f"optimizer makes of it alone: change what is read of it instead"
     )
+
+
+def _is_small_table(unit: Unit) -> bool:
+    is_table = all(isinstance(module, nn.Embedding) for _, module in unit.members)
+    return is_table and unit.layout.weight_bytes <= _SMALL_TABLE
+
+
+def _has(unit: Unit, name: str) -> bool:
+    return any(place.name == name for place in unit.layout.places)
 
 
 def _opened_by_others(unit: int) -> AbstractContextManager[set[int]]:

@@ -76,7 +76,9 @@ class Session:
         self._loss_scale = LossScale()
         self.side_outputs: SideOutputs = returned_alone
         self.on_undo: list[Callable[[], None]] = []
-        self.forwards = Forwards(model, units, device, self.placeholders, self._at_rest, self._on_demand)
+        self.forwards = Forwards(
+            model, units, device, self.placeholders, self._at_rest, self._on_demand, lambda: self.engine.is_running
+        )
         self.schedules = Schedules(model, self.forwards, planner, micro_batch, lambda: self.engine.is_open)
         self.step_number = 0  # of forwards; a backward belongs to the newest
         self._slots = {(id(slot.module), slot.attribute) for unit in units for slot in unit.slots}
@@ -119,13 +121,13 @@ class Session:
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
-        """Weights come to rest before any batch is known; those outside any unit's forward are bound meanwhile."""
+        """Weights come to rest before any batch is known; those of residents are bound meanwhile."""
         self.engine.open(self.schedules.of((), {}))
-        bind_residents(self.units, self.store.homes, with_grads=False)
+        bind_residents(self.units, self.forwards.residents, self.store.homes, with_grads=False)
         try:
             yield
         finally:
-            unbind_residents(self.units, self.placeholders)
+            unbind_residents(self.units, self.forwards.residents, self.placeholders)
 
     def undo(self, params: dict[str, nn.Parameter]) -> None:
         """Give the model its own forwards and parameters back: nothing was stored yet."""
@@ -164,9 +166,10 @@ class Session:
         experts are fetched as they are picked, each unit is fetched when it is called."""
         self.forward_only.give_up()
         if not self.engine.is_open:
+            self.forwards.find_residents(self.forwards.batch(args, kwargs))
             self.open()
         self.come_to_rest()
-        bind_residents(self.units, self.store.homes, with_grads=False)
+        bind_residents(self.units, self.forwards.residents, self.store.homes, with_grads=False)
         self._experts.begin(args, kwargs)
         if self.rounds.is_first and not self._experts.are_picked:
             schedule = self.engine.in_force
@@ -202,9 +205,9 @@ class Session:
             self.step_number += 1
             self._phase, self._next_call = Phase.FORWARD, 0
             self._activations = Activations(schedule, self.engine.pools, step.acts)
-        self._await_resident()
+        self._await_residents()
         self.forks.begin(schedule)
-        self._resident_sums = bind_residents(self.units, self.store.homes, with_grads=True)
+        self._resident_sums = bind_residents(self.units, self.forwards.residents, self.store.homes, with_grads=True)
 
     def _refuse_added(self) -> None:
         """Raise UsageError for a parameter that came into the model since: nobody would train or save it."""
@@ -219,8 +222,8 @@ class Session:
     def _refuse_other_trained(self) -> None:
         """Raise UsageError where the user froze, freed, replaced or hooked a parameter since: nothing would come of
         it."""
-        for unit in self.units:
-            for slot in unit.slots if unit.members else ():
+        for index, unit in enumerate(self.units):
+            for slot in unit.slots if index not in self.forwards.residents else ():
                 known = self.placeholders[slot.name]
                 if slot.module._parameters.get(slot.attribute) is not known:
                     raise UsageError(
@@ -239,11 +242,10 @@ class Session:
                         f"change it before"
                     )
 
-    def _await_resident(self) -> None:
-        """Parameters outside any unit, as the last step left them."""
+    def _await_residents(self) -> None:
+        """Parameters that are bound all through, as the last step left them."""
         executor = self.engine.executor
-        op = executor.upcoming_compute()
-        if op is not None and op.kind == "FORWARD" and op.call < 0:
+        while (op := executor.upcoming_compute()) is not None and op.kind == "FORWARD" and op.call < 0:
             executor.skip_compute(op)
 
     @property
@@ -284,6 +286,8 @@ class Session:
 
     def call(self, call: UnitCall) -> Any:
         """What the call of a unit's member gives. Raises UsageError where it cannot be trained."""
+        if call.unit in self.forwards.residents:
+            return call.run()
         if self.forwards.is_profiling:
             return self.forwards.call(call)
         if not torch.is_grad_enabled():
@@ -422,7 +426,7 @@ class Session:
         executor = self.engine.executor
         try:
             while (op := executor.upcoming_compute()) is not None:
-                if op.call < 0 and not self.units[op.unit].members:
+                if op.call < 0:
                     self.engine.step.fresh.add(op.unit)
                     home = self.store.homes.units[op.unit]
                     home.has_grad |= home.where.states == "device"
@@ -430,7 +434,7 @@ class Session:
             if not self.rounds.is_last:
                 self.rounds.traces.append(executor.wait())
         finally:
-            unbind_residents(self.units, self.placeholders)
+            unbind_residents(self.units, self.forwards.residents, self.placeholders)
             self._resident_sums = []
         # Only now: a step that failed is given up by `settle`.
         self._phase = Phase.NONE

@@ -75,13 +75,16 @@ class Gradients:
             leaf.grad = view
 
 
-def bind_residents(units: tuple[Unit, ...], homes: Homes, with_grads: bool) -> list[GradientEdge]:
-    """Parameters used outside any unit's forward are real parameters of the module tree, for a whole step. Their
+def bind_residents(
+    units: tuple[Unit, ...], residents: Iterable[int], homes: Homes, with_grads: bool
+) -> list[GradientEdge]:
+    """Parameters used outside of their units' calls are real parameters of the module tree, for a whole step. Their
     gradients begin at zero, unless they are summed on the device over several backwards. Returns what sums them, to be
     held meanwhile."""
     sums: list[GradientEdge] = []
-    for unit, home in zip(units, homes.units, strict=True):
-        if unit.members or home.device_weight is None:
+    for index in residents:
+        unit, home = units[index], homes.units[index]
+        if home.device_weight is None:
             continue
         grads = home.device_grad if with_grads else None
         if grads is not None and not (home.where.states == "device" and home.has_grad):
@@ -91,11 +94,10 @@ def bind_residents(units: tuple[Unit, ...], homes: Homes, with_grads: bool) -> l
     return sums
 
 
-def unbind_residents(units: tuple[Unit, ...], placeholders: dict[str, nn.Parameter]) -> None:
+def unbind_residents(units: tuple[Unit, ...], residents: Iterable[int], placeholders: dict[str, nn.Parameter]) -> None:
     """The reverse."""
-    for unit in units:
-        if not unit.members:
-            bind(unit, placeholders)
+    for index in residents:
+        bind(units[index], placeholders)
 
 
 def _bind_params(unit: Unit, slot: torch.Tensor, grad_slot: torch.Tensor | None) -> Iterable[torch.Tensor]:

@@ -34,13 +34,14 @@ class Works:
         self._placeholders = placeholders
         self._measured = MeasuredWorks()
 
-    def of(self, call: CallRecord, shape: CallShape, slack: float) -> Work:
-        """What a micro-batch of a call takes. `slack`: see MeasuredWorks."""
+    def of(self, call: CallRecord, shape: CallShape, slack: float, residents: frozenset[int]) -> Work:
+        """What a micro-batch of a call takes. `slack`: see MeasuredWorks. `residents`: units whose parameters are
+        there for every call."""
         if call.work is not None:
             return call.work
         sizes = tuple(tuple(size) for size in _cut_sizes(call, shape).values())
         kind = self._kind(call.unit, call.kind, call.inputs)
-        return self._measured.of(kind, sizes, slack, partial(self._measure, call, shape))
+        return self._measured.of(kind, sizes, slack, partial(self._measure, call, shape, residents))
 
     def of_real(self, call: UnitCall, params: dict[str, torch.Tensor]) -> Work:
         """The same of a call on real data with these parameters, which is computed forward and backward by itself."""
@@ -55,16 +56,15 @@ class Works:
         given = ((place, tensor.dim(), tensor.dtype, tensor.requires_grad) for place, tensor in inputs.items())
         return params, kind, tuple(given)
 
-    def _measure(self, call: CallRecord, shape: CallShape) -> Work:
+    def _measure(self, call: CallRecord, shape: CallShape, residents: frozenset[int]) -> Work:
         if call.again is None:
             raise AssertionError("a call on real data was measured when it was made")
         again, own = call.again, self._units[call.unit]
         with on_fakes(self._device, _modules(own)), ExitStack() as stack:
             params = fake_leaves(own, self._device)
             stack.enter_context(bound(own, params, self._placeholders))
-            for unit in self._units:
-                if not unit.members and unit is not own:  # its parameters are there for every call
-                    stack.enter_context(bound(unit, fake_leaves(unit, self._device), self._placeholders))
+            for unit in (self._units[index] for index in residents):
+                stack.enter_context(bound(unit, fake_leaves(unit, self._device), self._placeholders))
             leaves, spec = tree_flatten((again.args, again.kwargs))
             for place, size in _cut_sizes(call, shape).items():
                 tensor = call.inputs[place]

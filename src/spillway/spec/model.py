@@ -84,7 +84,7 @@ class ModelProfile:
     units: tuple[UnitProfile, ...]
     calls: tuple[CallProfile, ...]
     boundary_bytes: int = 0  # tensors between units that stay on the device for the whole step
-    resident_unit: int | None = None  # parameters used outside any unit's forward; bound for the whole step
+    resident_units: frozenset[int] = frozenset()  # used outside of their calls, too: bound for the whole step
     tokens: int = 0  # in the batch, for throughput
     update_bytes: int = 14  # of one trainable element in all its arrays and its gradient, at most
     calls_beside: bool = False  # units are also called without gradients, each fetched by itself

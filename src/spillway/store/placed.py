@@ -313,7 +313,7 @@ class PlacedStore:
                 for part in layout.components
                 if part.name != "weight"
             }
-        if layout.num_trainable and (index == profile.resident_unit or where.states == "device"):
+        if layout.num_trainable and (index in profile.resident_units or where.states == "device"):
             home.device_grad = self._on_device(layout.grad_bytes)
         if where.weights == "disk" and not extents:
             raise DiskError(f"{owner} should rest on disk and there is no store path")
