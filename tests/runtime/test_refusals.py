@@ -370,18 +370,16 @@ def test_what_comes_into_the_model_after_prepare(what: str, when: str) -> None:
 
 
 class Giving(Block):
-    """A block that also writes into what it is given, or returns what only it knows."""
+    """A block that also returns what only it knows, or writes into a list that it is given twice or with others."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
 
-    def forward(self, x: torch.Tensor, kept: Any) -> Any:
+    def forward(self, x: torch.Tensor, kept: Any, again: Any = None) -> Any:
         y = super().forward(x)
-        if self.how == "a list":
+        if self.how != "an object":
             kept.append(y.square().mean())
-        elif self.how == "a dict":
-            kept["loss"] = kept.get("loss", 0.0) + y.square().mean()
         return Held(y) if self.how == "an object" else y
 
 
@@ -392,19 +390,22 @@ class Given(nn.Module):
         self.first.requires_grad_(not freezes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept: Any = {} if self.how == "a dict" else []
+        kept: Any = [[]] if self.how == "a list of lists" else []
         x = self.first(x)
         for block in self.blocks:
-            x = block(x, kept)
-        losses = kept.values() if self.how == "a dict" else kept
-        return (x.x if isinstance(x, Held) else x).square().mean() + sum(losses)
+            x = block(x, kept, kept if self.how == "a list given twice" else None)
+        return (x.x if isinstance(x, Held) else x).square().mean() + sum(kept[1:])
 
 
 @pytest.mark.parametrize("freezes", (False, True))
 @pytest.mark.parametrize("activations", ("recompute", "tape", "keep"))
 @pytest.mark.parametrize(
     ("how", "words"),
-    (("a list", "writes into a list or dict"), ("a dict", "writes into a list"), ("an object", "returned a Held")),
+    (
+        ("a list given twice", "writes into a list or dict that it was given in two places"),
+        ("a list of lists", "or that holds others"),
+        ("an object", "returned a Held"),
+    ),
 )
 def test_what_a_block_gives_by_another_way_than_its_result(
     how: str, words: str, activations: str, freezes: bool

@@ -88,8 +88,8 @@ def _refuse_written(call: FlatCall, before: list[Any], arguments: Any) -> None:
     after = tree_leaves(arguments)
     if len(after) != len(before) or not all(map(is_, after, before)):
         raise UsageError(
-            f"{call.name} writes into a list or dict that it was given, which would be lost, for it is computed more "
-            f"than once: return what it writes instead"
+            f"{call.name} writes into a list or dict that it was given in two places or that holds others, which would "
+            f"be lost, for it is computed more than once: return what it writes instead"
         )
 
 

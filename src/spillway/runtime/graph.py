@@ -134,7 +134,7 @@ class Graph:
             for tensor in inputs:
                 if address_of(tensor) not in self._shared:
                     # Autograd needs the leaf for its gradient only, and looks at nothing but its shape.
-                    tensor.data = tensor.new_empty(1).expand(tensor.shape) if tensor.numel() else tensor.data
+                    tensor.data = tensor.new_empty(()).expand(tensor.shape) if tensor.numel() else tensor.data
 
     # Backward #
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.operators import class_of
 from spillway.runtime.held import Held, Outgoing, address_of
-from spillway.spec.errors import UsageError, required
+from spillway.spec.errors import UsageError
 from spillway.spec.sizes import PAGE
 
 
@@ -158,11 +158,12 @@ class Replayer(TorchDispatchMode):
         kwargs = kwargs or {}
         if class_of(func, args, kwargs) not in self._classes:
             return func(*args, **kwargs)
-        output = required(next(self._left, None), f"backward runs {func}, which the forward of the unit did not")
-        if output.func is not func:
+        output = next(self._left, None)
+        if output is None or output.func is not func:
             raise UsageError(
-                f"the forward of a unit ran {output.func} where its backward runs {func}: keep settings that choose "
-                f"kernels (torch.nn.attention.sdpa_kernel, backend flags) the same until backward is over"
+                f"the forward of a unit ran {'nothing more' if output is None else output.func} where its backward "
+                f"runs {func}: keep settings that choose kernels (torch.nn.attention.sdpa_kernel, backend flags), and "
+                f"what a block reads of the outside, the same until backward is over"
             )
         leaves = [self._back(leaf) for leaf in output.leaves]
         output.leaves.clear()

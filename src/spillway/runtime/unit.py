@@ -20,6 +20,7 @@ from spillway.runtime.calls import (
     run_forward,
     run_kept_backward,
 )
+from spillway.runtime.written import writes_returned
 from spillway.spec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ class UnitForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the original forward returns."""
         function, hand_on = self._session.side_outputs(self.original)
-        return hand_on(self._session.call(UnitCall(self._unit, self._member, function, args, kwargs)))
+        if not torch.is_grad_enabled():  # it is computed once, with the lists and dicts of the caller
+            return hand_on(self._session.call(UnitCall(self._unit, self._member, function, args, kwargs)))
+        function, (args, kwargs), write = writes_returned(function, (args, kwargs))
+        return hand_on(write(self._session.call(UnitCall(self._unit, self._member, function, args, kwargs))))
 
 
 def stand_in(session: "Session", units: tuple[Unit, ...], placeholders: dict[str, nn.Parameter]) -> None:
