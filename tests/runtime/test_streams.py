@@ -178,7 +178,8 @@ class Keeper(nn.Module):
     def __init__(self, keeps: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
-        self.norm = nn.BatchNorm1d(8) if keeps == "buffer" else nn.LayerNorm(8)
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("mean", torch.zeros(8))
         self.keeps = keeps
         self.tables: dict[int, torch.Tensor] = {}
         self.seen = torch.zeros(())
@@ -192,11 +193,11 @@ class Keeper(nn.Module):
             self.seen += 1
         if self.keeps == "counts":
             self.seen += 1
+        if self.keeps == "buffer":
+            self.get_buffer("mean").lerp_(rows.detach().mean((0, 1)), 0.1)
         if self.weight.requires_grad:
             SUMS.append(get_gradient_edge(self.weight).node)
-        return self.norm((rows * self.weight).transpose(1, 2)).transpose(1, 2) if self.keeps == "buffer" else (
-            self.norm(rows * self.weight) * self.tables.get(width, 1.0)
-        )  # fmt: skip
+        return self.norm(rows * self.weight) * self.tables.get(width, 1.0)
 
 
 class Keepers(nn.Module):

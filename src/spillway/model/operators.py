@@ -37,16 +37,28 @@ def class_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
     if name == "convolution":
         return f"matmul {prod(args[1].shape[1:])}"
     if name.startswith(_ATTENTION) and not name.endswith("_backward"):
-        place = _place_of_dropout(func)
-        dropout = kwargs.get("dropout_p", args[place] if place is not None and place < len(args) else 0.0)
-        return "attention" if dropout == 0.0 else None
+        return "attention" if _argument(func, "dropout_p", args, kwargs) in (None, 0.0) else None
     return None
 
 
+def _mixes_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether what an operator gives of a row depends on the others: statistics over a batch, or an embedding whose
+    gradient is divided by how often an index is in it. (Norms of each instance are batch norms of one row.)"""
+    if "batch_norm" in func._schema.name:
+        return bool(_argument(func, "training", args, kwargs)) and args[0].shape[0] > 1
+    return bool(_argument(func, "scale_grad_by_freq", args, kwargs))
+
+
+def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator is given for this argument; None where that is left out, or it has none."""
+    place = _place(func, name)
+    return kwargs.get(name, args[place] if place is not None and place < len(args) else None)
+
+
 @cache
-def _place_of_dropout(func: Any) -> int | None:
+def _place(func: Any, name: str) -> int | None:
     names = [argument.name for argument in func._schema.arguments]
-    return names.index("dropout_p") if "dropout_p" in names else None
+    return names.index(name) if name in names else None
 
 
 @cache
@@ -85,11 +97,12 @@ class _Found:
 
 class OperatorTally(TorchDispatchMode):
     """Adds up what the operators of one call give and cost, and follows its `inputs` (by place). `flops`: of all of
-    them."""
+    them. `mixes_rows`: one of them does."""
 
     def __init__(self, inputs: Mapping[int, torch.Tensor] | None = None) -> None:
         super().__init__()
         self.flops = 0.0
+        self.mixes_rows = False
         self._found = _Found()
         self._places = frozenset(inputs or ())
         self._sources: dict[int, frozenset[int]] = {}  # by storage: the inputs that its content comes from
@@ -106,6 +119,7 @@ class OperatorTally(TorchDispatchMode):
         formula = _formulas().get(func._overloadpacket)
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
         self.flops += flops
+        self.mixes_rows = self.mixes_rows or _mixes_rows(func, args, kwargs)
         if self._sources:
             self._trace(func, args, kwargs, result)
         if _makes_something(func):

@@ -60,6 +60,7 @@ class CallRecord:
     again: UnitCall | None = None  # to call it on other fake tensors
     origins: dict[int, frozenset[int]] = field(default_factory=dict)  # per output: inputs it was computed from
     differentiated: bool = True  # an output needs a gradient
+    mixes_rows: bool = False  # an operator of it does
     work: Work | None = None  # measured while it was called, on real tensors
 
 
@@ -165,6 +166,7 @@ class Profiler:
             call if self.is_fake else None,
             {place: tally.sources_of(tensor) for place, tensor in outputs.items()},
             any(output.requires_grad for output in outputs.values()),
+            tally.mixes_rows,
             work,
         )
         self.calls.append(record)
@@ -248,7 +250,7 @@ def _shape_of(
         chunks = -(-call.rows // call.chunk_rows)
         return CallShape(call.unit, call.member, "LOSS", chunks, call.chunk_rows, frozenset(call.inputs), none, acts)
     whole = CallShape(call.unit, call.member, call.kind, 1, 0, none, none, acts)
-    if grown is None or micro_batch is None or micro_batch >= rows:
+    if grown is None or micro_batch is None or micro_batch >= rows or call.mixes_rows:
         return whole
     cut_inputs = _grown_places(call.inputs, grown.inputs)
     cut_outputs = _grown_places(call.outputs, grown.outputs)
