@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+import models
 import reference
 import spillway
 from spillway.api import close, read_parameters
 from spillway.assembly import prepared
+from spillway.model.profile import CallRecord
+from spillway.runtime.forwards import Batch, Forwards
+from spillway.spec.errors import UsageError
+from spillway.spec.model import ModelProfile
 
 LR = 1e-3
 
@@ -34,13 +39,30 @@ class Normed(nn.Module):
         return x + self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)
 
 
+class Routed(nn.Module):
+    """Experts of which each computes the tokens that are sent to it, however many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 3), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, chosen = self.router(x).softmax(-1).max(-1)
+        given = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero(as_tuple=True)
+            given[rows] = torch.tanh(expert(x[rows]))
+        return x + scores[..., None] * given
+
+
 BLOCKS = {
     "batch norm": (lambda: Normed(nn.BatchNorm1d(8)), 1),
     "batch norm that keeps nothing": (lambda: Normed(nn.BatchNorm1d(8, track_running_stats=False)), 1),
-    "batch norm at rest": (lambda: Normed(nn.BatchNorm1d(8).eval()), 2),
-    "instance norm": (lambda: Normed(nn.InstanceNorm1d(8, affine=True)), 2),
-    "group norm": (lambda: Normed(nn.GroupNorm(2, 8)), 2),
+    "batch norm at rest": (lambda: Normed(nn.BatchNorm1d(8).eval()), 3),
+    "instance norm": (lambda: Normed(nn.InstanceNorm1d(8, affine=True)), 3),
+    "group norm": (lambda: Normed(nn.GroupNorm(2, 8)), 3),
     "counted indices": (Counted, 1),
+    "experts by their tokens": (Routed, 3),
 }
 
 
@@ -59,7 +81,7 @@ class Stack(nn.Module):
 def test_a_cut_batch_gives_what_a_whole_one_gives(kind: str) -> None:
     torch.manual_seed(0)
     plain = Stack(kind)
-    batches = [torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    batches = [torch.randn(5, 5, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     model, optimizer = spillway.prepare(
         copy.deepcopy(plain), spillway.AdamW(lr=LR, eps=reference.EPS), device="cpu", micro_batch=2
     )
@@ -77,4 +99,48 @@ def test_a_cut_batch_gives_what_a_whole_one_gives(kind: str) -> None:
         torch.testing.assert_close(weights[name], param.detach(), rtol=1e-5, atol=1e-5, msg=name)
     for name, buffer in plain.named_buffers():
         torch.testing.assert_close(model.get_buffer(name), buffer, msg=name)
+    close(model)
+
+
+def test_what_a_few_rows_tell_of_all_is_what_all_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def profiled() -> ModelProfile:
+        model, _ = spillway.prepare(models.llama(), spillway.AdamW(), device="cpu", micro_batch=2)
+        model(**models.batch("llama", 0, rows=5))
+        schedule = prepared(model).session.engine.in_force
+        close(model)
+        return schedule.profile
+
+    whole = profiled()
+    monkeypatch.setattr(Forwards, "fake", looks_at_values)
+    told = profiled()
+    calls = [call for call in whole.calls if call.unit not in told.resident_units]  # small tables
+    for call, other in zip(told.calls, calls, strict=True):
+        assert (call.unit, call.kind, call.chunks, call.forks) == (other.unit, other.kind, other.chunks, other.forks)
+        assert (call.act_bytes, call.flops) == (other.act_bytes, pytest.approx(other.flops))
+        assert call.saved_bytes == pytest.approx(other.saved_bytes, rel=0.2, abs=1 << 16)
+        assert call.work_bytes == pytest.approx(other.work_bytes, rel=0.2, abs=1 << 16)
+    assert told.boundary_bytes == pytest.approx(whole.boundary_bytes, rel=0.05)
+
+
+def looks_at_values(forwards: Forwards, batch: Batch) -> list[CallRecord]:
+    raise RuntimeError("there are no values")
+
+
+class Steps(nn.Module):
+    """Calls a block more where there are many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[: int(x.shape[0] * x.abs().max().sign().item())]:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_a_forward_that_calls_other_blocks_for_other_rows_cannot_be_cut() -> None:
+    model, _ = spillway.prepare(Steps(), spillway.AdamW(), device="cpu", micro_batch=2)
+    with pytest.raises(UsageError, match="calls other modules for other rows"):
+        model(torch.ones(4, 8))
     close(model)

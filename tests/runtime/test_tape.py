@@ -80,7 +80,7 @@ def grads(function: Callable[..., torch.Tensor], tape: Tape | None, slab: bool) 
     call, tensors = flatten_call(function, (x,), {})
     none: frozenset[int] = frozenset()
     chunks = (2, 4, frozenset([0]), frozenset([0])) if function is not viewed else (1, 0, none, none)
-    shape = CallShape(0, "unit", "FORWARD", *chunks, (0,))
+    shape = CallShape(0, "unit", "FORWARD", *chunks, (0,), frozenset({0}))
     slot = torch.zeros(PAGE, dtype=torch.uint8)
     outputs, _, replay = run_forward(call, shape, tensors, CPU, 2, slot, None, tape)
     if tape is not None and slab:

@@ -2,10 +2,11 @@
 
 import json
 import math
-import os
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
+from spillway.durable import write_whole
 from spillway.hardware.cache import cache_directory, machine_key
 from spillway.spec.hardware import HardwareSpec
 
@@ -55,13 +56,9 @@ def _note(paths: tuple[Path, ...], device: str, found: dict[str, float]) -> None
     known = _read(file)
     for name, value in found.items():
         known[name] = value if name not in known else _WEIGHT * value + (1 - _WEIGHT) * known[name]
-    try:
+    with suppress(OSError):  # a home that cannot be written only leaves the next prediction as it is
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(known))
-        os.replace(temporary, file)
-    except OSError:
-        pass  # a home that cannot be written only leaves the next prediction as it is
+        write_whole(file, json.dumps(known))
 
 
 def _file(paths: tuple[Path, ...], device: str) -> Path:

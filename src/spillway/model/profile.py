@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from spillway.model.alike import AlikeCalls, given_by
@@ -77,6 +78,7 @@ class CallShape:
     cut_inputs: frozenset[int]
     cut_outputs: frozenset[int]
     acts: tuple[int, ...]  # inputs that the activation store keeps for backward
+    inputs: frozenset[int]  # all of them
     differentiated: bool = True
 
 
@@ -121,14 +123,15 @@ class Profiler:
         elsewhere = weights | {storage_of(tensor) for tensor in inputs.values()}
         # The graph holds both functions, for good if they hold it by a tensor of the call.
         is_fake, name = self.is_fake, call.member or "a unit"
-        held: list[torch.Tensor] = []  # so that no storage gets the number of one that is gone
+        held: list[Any] = []  # so that no storage gets the number of one that is gone
 
         def note(tensor: torch.Tensor) -> torch.Tensor | None:
             storage = tensor.untyped_storage()
             if storage._cdata not in elsewhere:
                 saved[storage._cdata] = storage.nbytes()
-            if not is_fake:
-                return None  # the activations of all calls would fill the memory
+            if not is_fake:  # its number alone, for the activations of all calls would fill the memory
+                held.append(StorageWeakRef(storage))
+                return None
             # What an operator made would be held by it, for good.
             held.append(tensor if tensor.is_leaf else tensor.detach())
             return held[-1]
@@ -214,6 +217,25 @@ def grow_batch(batch: Any) -> Any:
     )
 
 
+def rows_of(
+    batch: tuple[tuple[Any, ...], dict[str, Any]], start: int, stop: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """These rows of the arguments of a call: of tensors, and of lists with an item for each row."""
+    rows = batch_rows(batch)
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, list) and len(value) == rows:
+            return value[start:stop]
+        return tree_map_only(
+            torch.Tensor,
+            lambda tensor: tensor[start:stop] if tensor.dim() and tensor.shape[0] == rows else tensor,
+            value,
+        )
+
+    args, kwargs = batch
+    return tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
+
+
 def batch_rows(batch: Any) -> int:
     """Rows of the first tensor of a batch; 0 if there is none."""
     tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
@@ -246,10 +268,11 @@ def _shape_of(
         if tensor.requires_grad and uses[id(tensor)] == 1 and tensor.numel()
     )
     none: frozenset[int] = frozenset()
+    inputs = frozenset(call.inputs)
     if call.kind == "LOSS":
         chunks = -(-call.rows // call.chunk_rows)
-        return CallShape(call.unit, call.member, "LOSS", chunks, call.chunk_rows, frozenset(call.inputs), none, acts)
-    whole = CallShape(call.unit, call.member, call.kind, 1, 0, none, none, acts)
+        return CallShape(call.unit, call.member, "LOSS", chunks, call.chunk_rows, inputs, none, acts, inputs)
+    whole = CallShape(call.unit, call.member, call.kind, 1, 0, none, none, acts, inputs)
     if grown is None or micro_batch is None or micro_batch >= rows or call.mixes_rows:
         return whole
     cut_inputs = _grown_places(call.inputs, grown.inputs)
@@ -257,7 +280,7 @@ def _shape_of(
     if not cut_inputs or not _is_cut_cleanly(call, grown, cut_inputs, cut_outputs):
         return whole
     chunks = -(-rows // micro_batch)
-    return CallShape(call.unit, call.member, call.kind, chunks, micro_batch, cut_inputs, cut_outputs, acts)
+    return CallShape(call.unit, call.member, call.kind, chunks, micro_batch, cut_inputs, cut_outputs, acts, inputs)
 
 
 def _is_cut_cleanly(

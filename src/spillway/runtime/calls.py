@@ -93,6 +93,15 @@ def _refuse_written(call: FlatCall, before: list[Any], arguments: Any) -> None:
         )
 
 
+def _refuse_unknown(call: FlatCall, shape: CallShape) -> None:
+    """Raise UsageError for a call that is cut and was given a tensor that it was not given when it was profiled."""
+    if shape.chunks > 1 and not shape.inputs.issuperset(call.holes):
+        raise UsageError(
+            f"{call.name} was given a tensor that the rows from which its micro-batches were planned did not need, for "
+            f"it depends on their values: leave micro_batch out, or make that tensor for every batch"
+        )
+
+
 def run_in_pieces(call: UnitCall) -> Any:
     """A LOSS without gradients: the sum over pieces of the rows of its arguments."""
     rows, step = call.args[0].shape[0], call.chunk_rows
@@ -200,6 +209,7 @@ def run_forward(
 
     Raises UsageError where the unit changes an input in place: it could not be computed again.
     """
+    _refuse_unknown(call, shape)
     rng, parts = [], []
     refuse = _refuse(call.name)
     pack, unpack = (_drop, refuse) if graph is None else (graph.pack, graph.unpack)

@@ -24,6 +24,7 @@ from spillway.model.profile import (
     batch_rows,
     grow_batch,
     model_profile,
+    rows_of,
 )
 from spillway.model.units import Unit
 from spillway.runtime.buffers import nothing_kept
@@ -54,6 +55,11 @@ class Batch:
     def rows(self) -> int:
         """Of its first tensor."""
         return batch_rows((self.args, self.kwargs))
+
+    def part(self, start: int, stop: int) -> "Batch":
+        """These rows of it."""
+        args, kwargs = rows_of((self.args, self.kwargs), start, stop)
+        return replace(self, args=args, kwargs=kwargs)
 
     def grown(self) -> "Batch":
         """With one more row."""
@@ -117,7 +123,7 @@ class Forwards:
                     f"a tensor of the batch (shape {tuple(tensor.shape)}) is on {tensor.device} and the model computes "
                     f"on {self._device}: move the batch there first"
                 )
-        seen = tuple(look.read(args, kwargs) for look in self.looks)
+        seen = self._seen(args, kwargs)
         return Batch(args, kwargs, seen, (_signature((args, kwargs)), seen, self._model.training, self._autocast()))
 
     def fake(self, batch: Batch) -> list[CallRecord]:
@@ -140,6 +146,18 @@ class Forwards:
         """Those on real data, one unit at a time, for models whose forward looks at values."""
         self._suppose_residents()
         return self._try(lambda: self._real(batch))
+
+    def parts(self, batch: Batch, count: int) -> tuple[Batch, Batch]:
+        """So many rows of a batch, and a row more; of whose values the same is read as of all, if there are such (the
+        padding of one row makes a mask for all)."""
+        for start in range(batch.rows - count):
+            found = batch.part(start, start + count), batch.part(start, start + count + 1)
+            if all(self._seen(part.args, part.kwargs) == batch.seen for part in found):
+                return found
+        return batch.part(0, count), batch.part(0, count + 1)
+
+    def _seen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
+        return tuple(look.read(args, kwargs) for look in self.looks)
 
     def profile(
         self, batch: Batch, calls: list[CallRecord], shapes: tuple[CallShape, ...], slack: float = 1.0

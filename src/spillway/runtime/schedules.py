@@ -4,8 +4,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
+from spillway.model.extrapolate import of_rows, with_works
 from spillway.model.profile import CallRecord, CallShape, shapes_of
 from spillway.model.work import SLACK
 from spillway.runtime.forwards import Batch, Forwards
@@ -35,14 +34,12 @@ class Schedules:
 
     def __init__(
         self,
-        model: nn.Module,
         forwards: Forwards,
         planner: Planner,
         micro_batch: int | None,
         is_open: Callable[[], bool],
     ) -> None:
         """`is_open`: whether weights are at rest."""
-        self._name = type(model).__name__
         self._forwards = forwards
         self._planner = planner
         self._micro_batch = micro_batch
@@ -65,18 +62,23 @@ class Schedules:
 
     def _observe(self, batch: Batch) -> tuple[list[CallRecord], tuple[CallShape, ...], bool]:
         """The calls of a forward, and whether others are made besides."""
-        is_cut = self._micro_batch is not None and self._micro_batch < batch.rows
+        rows = batch.rows
+        cut = self._micro_batch if self._micro_batch is not None and self._micro_batch < rows else None
         try:
             calls = self._forwards.fake(batch)
-            grown = self._forwards.grown(batch) if is_cut else None
+            grown = None if cut is None else self._forwards.grown(batch)
         except UsageError:
             raise
-        except Exception as error:
-            calls, grown = self._forwards.real(batch), None  # an error of the model itself comes out of this
-            if is_cut:
-                raise UsageError(
-                    f"the forward of {self._name} cannot be run on tensors without content ({error}), as one that "
-                    f"depends on their values cannot, so it cannot be cut into micro-batches: leave micro_batch out"
-                ) from error
-        shapes = shapes_of(calls, grown, batch.rows, self._micro_batch)
-        return calls, shapes, self._forwards.calls_beside
+        except Exception:  # it depends on values; an error of the model itself comes out of what follows, too
+            if cut is not None:
+                return self._observe_parts(batch, cut)
+            calls, grown = self._forwards.real(batch), None
+        return calls, shapes_of(calls, grown, rows, cut), self._forwards.calls_beside
+
+    def _observe_parts(self, batch: Batch, cut: int) -> tuple[list[CallRecord], tuple[CallShape, ...], bool]:
+        """The same of a forward that depends on values, for which there may be no memory but in micro-batches: told
+        from one of them, and from that with a row more."""
+        few, one_more = map(self._forwards.real, self._forwards.parts(batch, cut))
+        calls = of_rows(few, one_more, cut, batch.rows)
+        shapes = shapes_of(calls, of_rows(few, one_more, cut, batch.rows + 1), batch.rows, cut)
+        return with_works(calls, shapes, cut, batch.rows), shapes, self._forwards.calls_beside

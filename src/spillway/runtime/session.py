@@ -79,7 +79,7 @@ class Session:
         self.forwards = Forwards(
             model, units, device, self.placeholders, self._at_rest, self._on_demand, lambda: self.engine.is_running
         )
-        self.schedules = Schedules(model, self.forwards, planner, micro_batch, lambda: self.engine.is_open)
+        self.schedules = Schedules(self.forwards, planner, micro_batch, lambda: self.engine.is_open)
         self.step_number = 0  # of forwards; a backward belongs to the newest
         self._slots = {(id(slot.module), slot.attribute) for unit in units for slot in unit.slots}
         self._phase = Phase.NONE
