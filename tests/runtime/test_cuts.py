@@ -1,6 +1,8 @@
 """Blocks that look at all rows of a batch are not cut into micro-batches, the others are."""
 
 import copy
+import functools
+import weakref
 
 import pytest
 import torch
@@ -143,4 +145,26 @@ def test_a_forward_that_calls_other_blocks_for_other_rows_cannot_be_cut() -> Non
     model, _ = spillway.prepare(Steps(), spillway.AdamW(), device="cpu", micro_batch=2)
     with pytest.raises(UsageError, match="calls other modules for other rows"):
         model(torch.ones(4, 8))
+    close(model)
+
+
+def test_a_forward_that_looks_at_values_is_profiled_without_holding_its_activations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alive: list[int] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            alive.append(sum(of() is not None for of in given))
+            given.append(weakref.ref(x))
+            return super().forward(x)
+
+    given: list[weakref.ref[torch.Tensor]] = []
+    monkeypatch.setattr(Forwards, "fake", looks_at_values)
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Watched(8, 8) for _ in range(6))  # type: ignore[assignment]
+    model.forward = lambda x: functools.reduce(lambda hidden, block: block(hidden), model.blocks, x).sum()  # type: ignore
+    model, _ = spillway.prepare(model, spillway.AdamW(), device="cpu")
+    model(torch.ones(4, 8))
+    assert max(alive[: len(model.blocks)]) <= 2, alive
     close(model)

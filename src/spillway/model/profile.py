@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from spillway.model.alike import AlikeCalls, given_by
 from spillway.model.operators import OperatorTally, storage_of
@@ -45,7 +46,8 @@ class UnitCall:
 @dataclass(slots=True)
 class CallRecord:
     """One observed call of a unit's member. `inputs` and `outputs` are the tensors among its flattened arguments and
-    results, by place; they are held so that identity tells shared inputs apart from those only this call needs."""
+    results, by place, or twins of them without content: the same tensor has the same twin, so that identity tells
+    shared inputs apart from those only this call needs."""
 
     unit: int
     member: str
@@ -93,6 +95,7 @@ class Profiler:
     is_fake: bool = False
     alike: AlikeCalls | None = None
     calls: list[CallRecord] = field(default_factory=list)
+    _twins: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def call(self, call: UnitCall, work: Work | None = None) -> Any:
         """Run one call and write it down, with what is known of its memory. Raises UsageError for one that changes its
@@ -158,8 +161,8 @@ class Profiler:
             call.unit,
             call.member,
             call.kind,
-            inputs,
-            outputs,
+            self._without_content(inputs),
+            self._without_content(outputs),
             tally.flops,
             sum(saved.values()),
             len(saved),
@@ -174,6 +177,16 @@ class Profiler:
         )
         self.calls.append(record)
         return result
+
+    def _without_content(self, tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Tensors that may be held until the forward is over, when all of them would fill the memory."""
+        if self.is_fake:
+            return tensors
+        for tensor in tensors.values():
+            if tensor not in self._twins:
+                twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                self._twins[tensor] = twin.requires_grad_(tensor.requires_grad)
+        return {place: self._twins[tensor] for place, tensor in tensors.items()}
 
 
 def refuse_hidden_results(name: str, results: Iterable[Any]) -> None:
