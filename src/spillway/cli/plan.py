@@ -174,7 +174,7 @@ def _draw(question: "Question", path: Path, reporter: "Reporter") -> None:
 @click.option("--store", multiple=True, metavar="PATH", help="Directory on a drive to measure; again for more.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON on standard output.")
 def probe_command(store: tuple[str, ...], as_json: bool) -> None:
-    """Measure this machine: device, links, drives, optimizer. Takes seconds; `plan` uses it for a week.
+    """Measure this machine: device, links, drives, optimizer. Takes seconds; `plan` uses it for a day.
 
     \b
     Example:

@@ -135,7 +135,14 @@ def find_machine(text: str) -> Machine:
             raise UsageError(_unknown(part))
     if gpu is None:
         raise UsageError(f"'{text}' names no GPU: begin with one of {', '.join(GPUS)}")
-    return build(text, gpu, tuple(drives), host_bytes or 64 * _GB, host_rate, generation or gpu.pcie_generation)
+    return build(
+        text,
+        gpu,
+        tuple(drives),
+        host_bytes or 64 * _GB,
+        host_rate,
+        min(generation or gpu.pcie_generation, gpu.pcie_generation),
+    )
 
 
 def build(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from spillway.plan.pools import recomputed_flops, stored_bytes
+from spillway.plan.pools import recomputed_flops, size_classes, stored_bytes
 from spillway.plan.updates import state_traffic
 from spillway.spec.hardware import HardwareSpec
 from spillway.spec.model import ModelProfile, UnitProfile
@@ -128,7 +128,7 @@ def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Pha
     units = _used(model, placement)
     weights = [(unit.weight_bytes, where) for unit, where in units if where.weights != "device"]
     on_disk = [(size, where) for size, where in weights if where.weights == "disk"]
-    stay = sum(sorted((size for size, _ in weights), reverse=True)[: placement.window])
+    stay = _largest_of_each_class([size for size, _ in weights], placement.window)
     streamed = sum(size for size, _ in weights)
     gone_back = {id(model.units[call.unit]) for call in model.calls if call.differentiated}
     in_backward = [(unit.weight_bytes, where.weights) for unit, where in units if id(unit) in gone_back]
@@ -158,6 +158,14 @@ def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Pha
         write=sum(unit.grad_bytes for unit, where in units if where.states != "none" and where.grads == "disk"),
     )
     return forward, backward, _update(units)
+
+
+def _largest_of_each_class(sizes: list[int], window: int) -> int:
+    """Every class of slots has a window of its own."""
+    classes: dict[int, list[int]] = {}
+    for size, number in zip(sizes, size_classes(sizes), strict=True):
+        classes.setdefault(number, []).append(size)
+    return sum(sum(sorted(found, reverse=True)[:window]) for found in classes.values())
 
 
 def _used(model: ModelProfile, placement: Placement) -> list[tuple[UnitProfile, UnitPlacement]]:

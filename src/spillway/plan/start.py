@@ -6,6 +6,7 @@ from itertools import product
 
 from spillway.plan.candidates import Candidate, Candidates, with_part
 from spillway.spec.errors import PlanInfeasible
+from spillway.spec.hardware import DEVICE_RESERVE
 from spillway.spec.plan import Kept, Placement, UnitPlacement
 from spillway.spec.sizes import format_size, format_size_up
 
@@ -163,8 +164,9 @@ class Start:
 
     def _shortage(self, smallest: Candidate) -> str:
         need, have = smallest.peaks, self._budget
+        beside = 0 if self._device_is_host else DEVICE_RESERVE  # of what is given, nothing of ours may lie in it
         tiers = (
-            ("device", need.device, have.device_bytes, "--device-memory"),
+            ("device", need.device + beside, have.device_bytes + beside, "--device-memory"),
             ("host", need.host, have.host_bytes, "--host-memory"),
             ("disk", need.disk, have.disk_bytes, "--disk-memory or more room under --store"),
         )

@@ -69,8 +69,8 @@ def _changes(question: Question) -> list[tuple[str, Question]]:
         ("64 GB more host memory", asked(question, more_memory, raised)),
         ("twice the batch", asked(question, machine, twice)),
     ]
-    if NAMED[options.optim][1] == "float32":
-        eight = "adamw_8bit" if options.optim.startswith("adamw") else "lion_8bit"
+    eight = f"{options.optim}_8bit"
+    if eight in NAMED:
         found.append((f"--optim {eight}", asked(question, machine, replace(options, optim=eight))))
     if options.max_grad_norm > 0:
         found.append(("--max-grad-norm 0", asked(question, machine, replace(options, max_grad_norm=0.0))))

@@ -21,7 +21,7 @@ def largest(question: Question) -> tuple[int, int]:
         return question.fits(question.machine, _repeat_blocks(two, layers))
 
     low, high = 1, 2
-    while high < 4096 and fit(high):
+    while fit(high):
         low, high = high, 2 * high
     while high - low > max(low // 64, 1):
         middle = (low + high) // 2

@@ -260,17 +260,13 @@ def with_batch_tokens(question: Question, tokens: int) -> Question:
     if rows < 1:
         raise UsageError(f"--batch-tokens {tokens} is less than one row of {length} tokens: see --max-length")
     found: list[tuple[float, int, Question]] = []
-    micro = rows
-    while micro:
-        cut = replace(
-            question.options, per_device_train_batch_size=micro, gradient_accumulation_steps=-(-rows // micro)
-        )
+    for micro in (count for count in range(rows, 0, -1) if rows % count == 0):
+        cut = replace(question.options, per_device_train_batch_size=micro, gradient_accumulation_steps=rows // micro)
         other = asked(question, question.machine, cut)
-        if rows % micro == 0 and other.fits(other.machine, other.profile()):
+        if other.fits(other.machine, other.profile()):
             found.append((other.plan(other.machine, other.profile()).step_seconds, -micro, other))
         if len(found) == _MICRO_BATCHES:
             break
-        micro //= 2
     return min(found, key=lambda item: item[:2])[2] if found else other
 
 

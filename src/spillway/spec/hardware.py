@@ -8,13 +8,13 @@ HOST_SHARE = 0.9
 DEVICE_SHARE = 0.95
 # Workspaces of matrix products, one for each thread that computes, kernels that are loaded when first used, and what an
 # update there takes besides its states (144 MiB).
-_DEVICE_RESERVE = 400 << 20
+DEVICE_RESERVE = 400 << 20
 
 
 def device_bytes(free: int, given: int | None) -> int:
     """What a plan may lay out on a GPU of which so much is free, and so much was given."""
     usable = int(DEVICE_SHARE * free)
-    return max(min(usable if given is None else given, usable) - _DEVICE_RESERVE, 0)
+    return max(min(usable if given is None else given, usable) - DEVICE_RESERVE, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ _UNITS = {
     "ti": 2**40,
     "tib": 2**40,
 }
+_LARGEST = 2**62
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 
 
@@ -37,7 +38,10 @@ def parse_size(text: str | int) -> int:
     unit = match.group(2).lower() if match else ""
     if match is None or unit not in _UNITS:
         raise ValueError(f"'{text}' is not a size: write a number and a unit, for example 24GB, 24GiB or 500M")
-    return int(float(match.group(1)) * _UNITS[unit])
+    size = float(match.group(1)) * _UNITS[unit]
+    if size > _LARGEST:
+        raise ValueError(f"'{text}' is more than any machine has")
+    return int(size)
 
 
 def format_size(num_bytes: float) -> str:
