@@ -145,7 +145,7 @@ def assemble(
     layouts = [unit.layout for unit in units]
     request = replace(request, goes_on=bool(points.found))
     store = PlacedStore(layouts, geometry, budget, compute.allocate, compute.pin, points.found)
-    planner = Planner(compute, units, paths, budget, request, form)
+    planner = Planner(compute, units, geometry, budget, request, form)
     cores = psutil.cpu_count(logical=True) or 1
     threads = cores if compute.kind == "cpu" else max(cores - 2, 1)  # a GPU wants to be fed
     _move_buffers(model, compute)  # may fail, and the model is the user's until the next line

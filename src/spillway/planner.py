@@ -3,7 +3,6 @@
 import math
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 from spillway.hardware.calibration import as_seen
 from spillway.hardware.limits import free_host_bytes, process_bytes
@@ -85,14 +84,14 @@ class Planner:
         self,
         device: Device,
         units: tuple[Unit, ...],
-        paths: tuple[Path, ...],
+        geometry: Geometry | None,
         budget: Budget,
         request: PlanRequest,
         form: StateFormat,
     ) -> None:
         self._device = device
         self._dtype = max((unit.layout for unit in units), key=lambda layout: layout.num_trainable).dtype
-        self._paths = paths
+        self._geometry = geometry
         self._budget = budget
         self._request = request
         self._form = form
@@ -112,7 +111,8 @@ class Planner:
     def hardware(self) -> HardwareSpec:
         """What the last plan was made for."""
         if self._hardware is None:
-            self._hardware = as_seen(self.probed, self._paths)
+            paths = () if self._geometry is None else self._geometry.directories
+            self._hardware = as_seen(self.probed, paths)
         return self._hardware
 
     def _measure(self, profile: ModelProfile, resting: TierPeaks) -> HardwareSpec:
@@ -128,7 +128,7 @@ class Planner:
             self._probed = measure(
                 self._device.torch_device,
                 self._dtype,
-                self._paths,
+                self._geometry,
                 rows,
                 hidden,
                 self._form,

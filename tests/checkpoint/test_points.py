@@ -20,8 +20,9 @@ from spillway.assembly import prepared
 from spillway.checkpoint import points as points_module
 from spillway.spec.errors import DamageError, DiskError, SpillwayError, StoreMoves, UsageError
 from spillway.spec.plan import NO_POINTS, KeepPoints
-from spillway.store.disk import StripedDisk, even_geometry
+from spillway.store.disk import StripedDisk
 from spillway.store.manifest import Manifest, load_manifest, load_manifests, manifest_files
+from store.geometries import even_geometry
 
 TWO = KeepPoints(2, True)
 

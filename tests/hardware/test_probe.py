@@ -16,6 +16,7 @@ from spillway.hardware.timing import kept_together
 from spillway.native import DiskEngine
 from spillway.spec.hardware import HardwareSpec
 from spillway.spec.state import EXACT
+from store.geometries import even_geometry
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -39,7 +40,7 @@ def test_on_a_drive_that_is_nearly_full_a_quarter_of_what_is_free_is_written(
 
     monkeypatch.setattr(DiskEngine, "run", note)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 30, (1 << 30) - (16 << 20), 16 << 20))
-    probe.measure(torch.device("cpu"), torch.float32, (tmp_path,), 16, 64, EXACT, 1 << 30, 1 << 30)
+    probe.measure(torch.device("cpu"), torch.float32, even_geometry((tmp_path,)), 16, 64, EXACT, 1 << 30, 1 << 30)
     assert 0 < max(largest) <= 4 << 20
     assert not list(tmp_path.iterdir())
 
@@ -59,7 +60,7 @@ def blocks_of(monkeypatch: pytest.MonkeyPatch, flops_per_s: float) -> list[tuple
 def test_the_block_that_is_measured_fits_the_room_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = blocks_of(monkeypatch, 1e15)
     for room in (1 << 22, 1 << 24, 1 << 34):
-        probe.measure(torch.device("cpu"), torch.bfloat16, (), 1024, 1536, EXACT, 1 << 34, room)
+        probe.measure(torch.device("cpu"), torch.bfloat16, None, 1024, 1536, EXACT, 1 << 34, room)
     (few, narrow), (more, wider), most = asked[1::2]
     assert few < more <= most[0] == 1024 and narrow < wider < most[1] == 1536
     assert few * narrow * 2 * 32 <= 1 << 22
@@ -70,7 +71,7 @@ def test_the_slower_the_device_the_smaller_the_block_that_is_measured(monkeypatc
     for rate in (1e12, 1e11, 1e10, 1e9):
         probe.forget(torch.device("cpu"))
         asked = blocks_of(monkeypatch, rate)
-        probe.measure(torch.device("cpu"), torch.bfloat16, (), 1024, 1536, EXACT, 1 << 34, 1 << 34)
+        probe.measure(torch.device("cpu"), torch.bfloat16, None, 1024, 1536, EXACT, 1 << 34, 1 << 34)
         flops.append(step_flops(*asked[1]) / rate)
         assert all(width % 64 == 0 for _, width in asked)
     assert max(flops) < 2.1
@@ -99,7 +100,7 @@ def test_a_faster_drive_holds_more(
 
     monkeypatch.setattr(Path, "stat", stat)
     monkeypatch.setattr(
-        bandwidth, "drive_rates", lambda one: Drives(rates[devices[one[0]]], rates[devices[one[0]]], 1.0)
+        bandwidth, "drive_rates", lambda one, _: Drives(rates[devices[one[0]]], rates[devices[one[0]]], 1.0)
     )
     assert bandwidth.measure_shares(paths) == shares
     assert bandwidth.measure_shares(paths[:1]) == (1,)
@@ -122,7 +123,7 @@ def test_work_that_others_slow_down_is_not_repeated_by_a_count_of_what_it_took_a
 
 
 def rates_of(path: Path) -> HardwareSpec:
-    return probe.measure(torch.device("cpu"), torch.float32, (path,), 16, 64, EXACT, 1 << 28, 1 << 28)
+    return probe.measure(torch.device("cpu"), torch.float32, even_geometry((path,)), 16, 64, EXACT, 1 << 28, 1 << 28)
 
 
 def test_what_one_process_has_measured_another_need_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

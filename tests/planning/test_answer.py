@@ -288,6 +288,20 @@ def test_a_drive_more_costs_what_it_costs() -> None:
     assert with_drives(machine, 4).price == find_machine("rtx4090+4x990pro+128GB").price > machine.price
 
 
+def test_twice_the_drives_are_twice_the_mix() -> None:
+    machine, twice = find_machine("rtx4090+990pro+t705"), find_machine("rtx4090+2x990pro+2xt705")
+    more = with_drives(machine, 4)
+    assert more.disk_bytes == twice.disk_bytes and more.endurance_bytes == twice.endurance_bytes
+    assert more.hardware.read_bytes_per_s == pytest.approx(twice.hardware.read_bytes_per_s)
+
+
+def test_saved_points_of_states_in_memory_are_written_too(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = (model, "--hardware", "rtx4090+990pro+64GB", "--max-length", "64", "--max-steps", "250")
+    found = ask(capsys, *given, "--states", "host", "--weights", "host", "--save-steps", "100")
+    assert found["written_bytes"] == 0
+    assert found["run_written_bytes"] == pytest.approx(3 * 14 * found["num_params"], rel=0.2)
+
+
 def test_a_model_that_the_drives_barely_hold_is_updated_in_large_parts() -> None:
     options = TrainOptions("gpt-135b", (), "", (".",), max_length=1024, max_steps=1, per_device_train_batch_size=1)
     question = ask_machine(options, "rtx4080+990pro+64GB", Reporter())

@@ -13,7 +13,8 @@ from spillway.spec.errors import DiskError
 from spillway.spec.sizes import PAGE
 from spillway.store import disk as disk_module
 from spillway.store.arena import Arena
-from spillway.store.disk import Extent, Geometry, StripedDisk, even_geometry
+from spillway.store.disk import Extent, Geometry, StripedDisk
+from store.geometries import even_geometry
 
 
 def engines() -> list[DiskEngine]:

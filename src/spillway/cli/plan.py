@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _KEPT = (
     "store", "device", "device_memory", "host_memory", "disk_memory", "max_length", "per_device_train_batch_size",
     "gradient_accumulation_steps", "max_steps", "num_train_epochs", "optim", "master_bits", "max_grad_norm", "dtype",
-    "update", "activations", "weights", "states", "policy", "streams", "save_total_limit",
+    "update", "activations", "weights", "states", "policy", "streams", "save_steps", "save_total_limit",
 )  # fmt: skip
 _ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
@@ -183,10 +183,8 @@ def probe_command(store: tuple[str, ...], as_json: bool) -> None:
     from spillway.hardware.machine import this_machine
     from spillway.report.plans import print_machine
     from spillway.report.progress import Reporter
-    from spillway.store.disk import even_geometry, free_on
 
-    paths = tuple(map(Path, store or (".",)))
-    machine = this_machine(paths, free_on(even_geometry(paths)), refresh=True)
+    machine = this_machine(tuple(map(Path, store or (".",))), refresh=True)
     if as_json:
         click.echo(json.dumps(to_json(machine)))
     else:

@@ -1,9 +1,9 @@
 """Bytes a second over the links between memories, and of the drives."""
 
 import errno
-import math
 import os
 import shutil
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +13,11 @@ from spillway.hardware.timing import finish, kept_together, usual_seconds
 from spillway.native import DiskEngine, Transfer
 from spillway.optim.update import sum_squares
 from spillway.spec.errors import DiskError
+from spillway.spec.machine import stripe_shares
 from spillway.spec.sizes import format_size
 from spillway.store.arena import Arena
 
 SCRATCH_BYTES = 128 << 20
-_MOST_SHARES = 8
 
 
 class Links(NamedTuple):
@@ -70,20 +70,25 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     finish(target.device if target.is_cuda else source.device)
 
 
-def drive_rates(paths: tuple[Path, ...], room_bytes: int = SCRATCH_BYTES) -> Drives:
-    """Of all paths together, with the engines that training uses. No more than `room_bytes` of host memory, and a
-    quarter of what is free on a drive, are taken. Raises DiskError where a path cannot be written."""
+def drive_rates(paths: tuple[Path, ...], shares: tuple[int, ...], room_bytes: int = SCRATCH_BYTES) -> Drives:
+    """Of all paths together, each with its share, with the engines that training uses. No more than `room_bytes` of
+    host memory, and a quarter of what is free on a drive, are taken. Raises DiskError where a path cannot be written.
+    """
     free = min(shutil.disk_usage(path).free for path in paths)
     num_bytes = whole_mebi(SCRATCH_BYTES, min(room_bytes, free // 4))
     engine, other = DiskEngine(), DiskEngine()
     buffer = Arena(num_bytes).buffer
     buffer.fill_(1)
-    share = max(num_bytes // len(paths) >> 12, 1) << 12  # whole pages, for O_DIRECT
+    pages = [max(num_bytes * share // sum(shares) >> 12, 1) for share in shares]  # whole ones, for O_DIRECT
+    ends = [end << 12 for end in accumulate(pages)]
     files: list[tuple[Path, int]] = []
     try:
         for path in paths:
             files.append(_open_scratch(path / "spillway.probe"))
-        transfers = [Transfer(fd, buffer.data_ptr() + index * share, 0, share) for index, (_, fd) in enumerate(files)]
+        transfers = [
+            Transfer(fd, buffer.data_ptr() + end - (count << 12), 0, count << 12)
+            for (_, fd), end, count in zip(files, ends, pages, strict=True)
+        ]
         write = usual_seconds(lambda: engine.run(transfers, is_write=True))
         read = usual_seconds(lambda: engine.run(transfers, is_write=False))
         together = kept_together(
@@ -101,24 +106,16 @@ def drive_rates(paths: tuple[Path, ...], room_bytes: int = SCRATCH_BYTES) -> Dri
         for file, fd in files:
             os.close(fd)
             file.unlink(missing_ok=True)
-    moved = len(paths) * share
-    return Drives(moved / read, moved / write, together)
+    return Drives(ends[-1] / read, ends[-1] / write, together)
 
 
 def measure_shares(paths: tuple[Path, ...]) -> tuple[int, ...]:
-    """How many stripes of a row each path should take, by the time it needs to write and read a byte. Drives of about
-    the same speed, and paths on one drive, get one each."""
+    """How many stripes of a row each path should take. Paths on one drive get one each."""
     for path in paths:
         make_directory(path)
     if len({path.stat().st_dev for path in paths}) < len(paths) or len(paths) == 1:
         return (1,) * len(paths)
-    rates = [1 / (1 / one.read + 1 / one.write) for one in (drive_rates((path,)) for path in paths)]
-    fastest = max(rates)
-    shares = [max(1, round(_MOST_SHARES * rate / fastest)) for rate in rates]
-    if min(shares) >= _MOST_SHARES - 1:
-        return (1,) * len(paths)
-    divisor = math.gcd(*shares)
-    return tuple(share // divisor for share in shares)
+    return stripe_shares([drive_rates((path,), (1,))[:2] for path in paths])
 
 
 def make_directory(path: Path) -> None:

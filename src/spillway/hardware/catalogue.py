@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from spillway.spec.errors import UsageError
-from spillway.spec.hardware import HardwareSpec
-from spillway.spec.machine import Drive, Gpu, Machine
+from spillway.spec.hardware import UPDATE_BYTES, HardwareSpec
+from spillway.spec.machine import Drive, Gpu, Machine, Striped, striped
 from spillway.spec.sizes import parse_size
 
 _GB, _TB = 10**9, 10**12
@@ -85,11 +85,11 @@ DRIVES = {
 PCIE = {3: 12.5e9, 4: 25e9, 5: 50e9}
 # What one pass over host memory moves: two channels of DDR5, or a server's eight of DDR4.
 DESKTOP_HOST, SERVER_HOST = 60e9, 150e9
-# The update reads and writes 26 bytes of a parameter; it runs at about what memory gives.
-_UPDATE_BYTES = 26
+DEFAULT_HOST_GB = 64
+_MOST_OF_ONE = 1000
 
-# What of a rate is left while the other direction runs, too.
-_SHARES = ("disk_together", "link_together")
+# What of a rate is left while what shares the lane runs, too.
+_SHARES = ("disk_together", "link_together", "cores_together")
 
 # The papers' servers, by their parts.
 SERVERS = {
@@ -109,14 +109,16 @@ def find_machine(text: str) -> Machine:
     """
     if text.endswith(".toml"):
         return _from_file(Path(text))
-    parts = SERVERS.get(text, text).split("+")
+    parts = [part for given in text.split("+") for part in SERVERS.get(given.strip().lower(), given).split("+")]
     gpu: Gpu | None = None
     drives: list[Drive] = []
     host_bytes, host_rate, generation = 0, DESKTOP_HOST, 0
     for part in parts:
         count, name = _counted(part.strip().lower().replace(" ", ""))
-        if count == 0:
-            raise UsageError(f"'{part}': the count must be at least 1; leave it out for none")
+        if not name:
+            raise UsageError(f"'{text}' has an empty part: write them as in rtx4090+2x990pro+128GB")
+        if not 1 <= count <= _MOST_OF_ONE:
+            raise UsageError(f"'{part}': the count must be from 1 to {_MOST_OF_ONE}; leave the part out for none")
         if name in GPUS:
             if gpu is not None or count > 1:
                 raise UsageError(f"'{text}' names more than one GPU, and Spillway plans for one: leave the others out")
@@ -129,7 +131,7 @@ def find_machine(text: str) -> Machine:
             generation = int(name[-1])
         elif (size := _size(name)) is not None:
             if size <= 0:
-                raise UsageError(f"'{part}': memory must be at least 1GB; leave it out for the default")
+                raise UsageError(f"'{part}': memory must be more than 0; leave it out for {DEFAULT_HOST_GB}GB")
             host_bytes += count * size
         else:
             raise UsageError(_unknown(part))
@@ -139,7 +141,7 @@ def find_machine(text: str) -> Machine:
         text,
         gpu,
         tuple(drives),
-        host_bytes or 64 * _GB,
+        host_bytes or DEFAULT_HOST_GB * _GB,
         host_rate,
         min(generation or gpu.pcie_generation, gpu.pcie_generation),
     )
@@ -148,18 +150,18 @@ def find_machine(text: str) -> Machine:
 def build(
     name: str, gpu: Gpu, drives: tuple[Drive, ...], host_bytes: int, host_rate: float, pcie_generation: int
 ) -> Machine:
-    """A machine of these parts, with the rates that follow from them."""
-    link = PCIE[pcie_generation]
+    """A machine of these parts, with the rates that follow from them: an update runs at about what memory gives."""
+    link, store = PCIE[pcie_generation], striped(drives) if drives else Striped(0, 1.0, 1.0, 0.0)
     hardware = HardwareSpec(
         "cuda",
         gpu.block_share * gpu.peak_flops_per_s,
         link,
         link,
-        sum(drive.read_bytes_per_s for drive in drives) or 1.0,
-        sum(drive.write_bytes_per_s for drive in drives) or 1.0,
-        host_rate / _UPDATE_BYTES,
+        store.read_bytes_per_s,
+        store.write_bytes_per_s,
+        host_rate / UPDATE_BYTES,
         host_rate,
-        device_update_params_per_s=gpu.memory_bytes_per_s / _UPDATE_BYTES,
+        device_update_params_per_s=gpu.memory_bytes_per_s / UPDATE_BYTES,
     )
     price = gpu.price + sum(drive.price for drive in drives)
     known = gpu.price and all(drive.price for drive in drives)
@@ -168,7 +170,7 @@ def build(
         hardware,
         gpu.memory_bytes,
         host_bytes,
-        sum(drive.capacity_bytes for drive in drives),
+        store.capacity_bytes,
         gpu.peak_flops_per_s,
         gpu.float32_flops_per_s / gpu.peak_flops_per_s,
         drives,
@@ -217,17 +219,7 @@ def _from_file(path: Path) -> Machine:
     changed: dict[str, Any] = {"name": path.stem}
     for name, value in values.items():
         if name in rates:
-            kind = type(getattr(machine.hardware, name))
-            if kind is float and (isinstance(value, bool) or not isinstance(value, (int, float))):
-                raise UsageError(f"the hardware file {path}: {name} must be a number, not {value!r}")
-            if kind is float and not 0 < value < math.inf:
-                raise UsageError(f"the hardware file {path}: {name} must be more than 0, not {value}")
-            if name in _SHARES and value > 1:
-                raise UsageError(f"the hardware file {path}: {name} is a share of a rate, at most 1, not {value}")
-            if kind is bool and not isinstance(value, bool):
-                raise UsageError(f"the hardware file {path}: {name} must be true or false, not {value!r}")
-            if kind is str and value not in ("cuda", "cpu"):
-                raise UsageError(f"the hardware file {path}: {name} must be 'cuda' or 'cpu', not {value!r}")
+            _refuse_senseless(path, name, value, type(getattr(machine.hardware, name)))
             hardware[name] = value
         elif name in sizes:
             try:
@@ -238,4 +230,52 @@ def _from_file(path: Path) -> Machine:
             near = difflib.get_close_matches(name, [*rates, *sizes, "base"], 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UsageError(f"the hardware file {path} sets '{name}', which is not known{hint}")
+    if changed.get("disk_bytes") and not machine.drives:
+        machine = _with_own_drive(machine, path, hardware, changed["disk_bytes"])
+    if hardware.get("device") == "cpu":
+        machine = _without_gpu(machine, path, hardware)
     return replace(machine, hardware=replace(machine.hardware, **hardware), **changed)
+
+
+def _refuse_senseless(path: Path, name: str, value: Any, kind: type) -> None:
+    """Raises UsageError for what no rate, switch or device can be."""
+    if kind is float and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise UsageError(f"the hardware file {path}: {name} must be a number, not {value!r}")
+    if kind is float and not 0 < value < math.inf:
+        raise UsageError(f"the hardware file {path}: {name} must be more than 0, not {value}")
+    if name in _SHARES and value > 1:
+        raise UsageError(f"the hardware file {path}: {name} is a share of a rate, at most 1, not {value}")
+    if kind is bool and not isinstance(value, bool):
+        raise UsageError(f"the hardware file {path}: {name} must be true or false, not {value!r}")
+    if kind is str and value not in ("cuda", "cpu"):
+        raise UsageError(f"the hardware file {path}: {name} must be 'cuda' or 'cpu', not {value!r}")
+
+
+def _with_own_drive(machine: Machine, path: Path, rates: Mapping[str, Any], capacity_bytes: int) -> Machine:
+    """A machine whose parts have no drive, with the one that the file tells of. Raises UsageError where it does not."""
+    if not {"read_bytes_per_s", "write_bytes_per_s"} <= rates.keys():
+        raise UsageError(
+            f"the hardware file {path} sets disk_memory, and its base has no drive: name one there, or set "
+            f"read_bytes_per_s and write_bytes_per_s"
+        )
+    drive = Drive(path.stem, capacity_bytes, rates["read_bytes_per_s"], rates["write_bytes_per_s"], 0.0, 0.0, str(path))
+    return replace(machine, drives=(drive,), price=0.0)
+
+
+def _without_gpu(machine: Machine, path: Path, rates: Mapping[str, Any]) -> Machine:
+    """The base without what is its GPU's: the CPU computes, and what goes to the device goes from host memory to host
+    memory. Raises UsageError where nothing says how fast it computes."""
+    if "device_flops_per_s" not in rates:
+        raise UsageError(
+            f"the hardware file {path}: device 'cpu' needs device_flops_per_s, for the base's is its GPU's"
+        )
+    base = machine.hardware
+    copies = rates.get("host_bytes_per_s", base.host_bytes_per_s) / 2
+    cores = replace(
+        base,
+        upload_bytes_per_s=copies,
+        download_bytes_per_s=copies,
+        device_update_params_per_s=rates.get("update_params_per_s", base.update_params_per_s),
+        cores_shared=True,
+    )
+    return replace(machine, hardware=cores, peak_flops_per_s=0.0, float32_share=1.0, price=0.0)

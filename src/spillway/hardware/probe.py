@@ -18,6 +18,7 @@ from spillway.hardware.bandwidth import (
     drive_rates,
     link_rates,
     make_directory,
+    measure_shares,
     whole_mebi,
 )
 from spillway.hardware.block import Block, step_flops
@@ -27,6 +28,7 @@ from spillway.spec.hardware import HardwareSpec
 from spillway.spec.jsonable import from_json, to_json
 from spillway.spec.state import StateFormat
 from spillway.store.checks import ExtentChecks
+from spillway.store.disk import Geometry
 from spillway.store.layout import lay_out
 
 _COPY_BYTES = 64 << 20
@@ -52,21 +54,19 @@ class Computing(NamedTuple):
 def measure(
     device: torch.device,
     dtype: torch.dtype,
-    paths: tuple[Path, ...],
+    geometry: Geometry | None,
     rows: int,
     hidden: int,
     form: StateFormat,
     room_bytes: int,
     device_room_bytes: int,
 ) -> HardwareSpec:
-    """Rates of the device for `dtype`, of the links, of the drives under `paths`, and of the CPU's update.
+    """Rates of the device for `dtype`, of the links, of the drives of a store, and of the CPU's update.
 
     `rows` tokens at a time of width `hidden` are what the model computes; `form` is what its optimizer keeps. No more
     than `room_bytes` of host memory are taken, nor than `device_room_bytes` of the device's. Each part is measured
     once, and again where it is measured with something else.
     """
-    for path in paths:
-        make_directory(path)
     room = min(room_bytes, device_room_bytes)
     hidden = min(hidden, _MAX_HIDDEN[device.type], math.isqrt(room // (8 * 12 * dtype.itemsize)))
     hidden = max(hidden // 64 * 64, 64)
@@ -75,9 +75,10 @@ def measure(
     on_cpu, cpu, known = device.type == "cpu", torch.device("cpu"), len(_measured)
     links = _once(device, Links, ("links", copied), lambda: link_rates(device, copied))
     disk, checksums = Drives(1e18, 1e18, 1.0), 1e18
-    if paths:
-        drives, scratch = tuple(path.stat().st_dev for path in paths), whole_mebi(SCRATCH_BYTES, room_bytes // 8)
-        disk = _once(device, Drives, ("drives", drives, scratch), lambda: drive_rates(paths, scratch))
+    if geometry is not None:
+        paths, shares, scratch = geometry.directories, geometry.shares, whole_mebi(SCRATCH_BYTES, room_bytes // 8)
+        drives = tuple(path.stat().st_dev for path in paths)
+        disk = _once(device, Drives, ("drives", drives, shares, scratch), lambda: drive_rates(paths, shares, scratch))
         checksums = _once(device, float, ("checksums", form, elements), lambda: _checksum_rate(form, elements))
     update = _updates_once(cpu, form, elements)
     block = _once(
@@ -106,6 +107,18 @@ def measure(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return found
+
+
+def geometry_of(paths: tuple[Path, ...]) -> Geometry | None:
+    """How a new store is cut over these paths: by their measured speed. None without paths. Raises DiskError where one
+    cannot be written."""
+    if not paths:
+        return None
+    for path in paths:
+        make_directory(path)
+    cpu, drives = torch.device("cpu"), tuple(path.stat().st_dev for path in paths)
+    shares = _once(cpu, tuple[int, ...], ("shares", drives), lambda: measure_shares(paths))
+    return Geometry(tuple(map(str, paths)), shares)
 
 
 def forget(device: torch.device) -> None:

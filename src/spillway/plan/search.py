@@ -96,15 +96,20 @@ def _make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, requ
     if not model.calls:
         budget = _before_calls_are_known(model, hardware, budget)
     best = _Search(model, hardware, budget, request, space).run()
-    plan = complete(model, best.plan)
+    return _finished(model, hardware, request, best)
+
+
+def _finished(model: ModelProfile, hardware: HardwareSpec, request: PlanRequest, timed: _Timed) -> Plan:
+    """With all that training and the user read of it."""
+    plan = complete(model, timed.plan)
     check(plan)
     return replace(
         plan,
-        step_seconds=best.seconds,
+        step_seconds=timed.seconds,
         wary_step_seconds=step_seconds(plan, hardware, wary=True)[0] if plan.wary_ops else 0.0,
-        bottleneck=best.bottleneck,
-        peaks=best.candidate.peaks,
-        notes=_notes(model, best.candidate, request),
+        bottleneck=timed.bottleneck,
+        peaks=timed.candidate.peaks,
+        notes=_notes(model, timed.candidate, request),
     )
 
 
@@ -136,10 +141,10 @@ def swapped_plans(
         chosen = ordered[: bisect_right(ends, ends[-1] * point // (points - 1)) if ends else 0]
         candidate = Filler(candidates).moved(candidates.of(start.placement), chosen)
         plan = lower_step(model, candidate.placement)
-        seconds, bottleneck = step_seconds(plan, hardware)
+        timed = _Timed(candidate, plan, *step_seconds(plan, hardware))
         pairs = zip(model.calls, candidate.placement.acts, strict=True)
         moved = sum(stored_bytes(call, kept) - call.act_bytes for call, kept in pairs if kept.tier != "device")
-        found[moved] = replace(plan, step_seconds=seconds, bottleneck=bottleneck, peaks=candidate.peaks)
+        found[moved] = _finished(model, hardware, request, timed)
     return sorted(found.items())
 
 

@@ -1,11 +1,10 @@
 """Predicts the trace of a list of operations: the runtime's rules, with rates in place of machines."""
 
-from spillway.spec.hardware import HardwareSpec
+from spillway.spec.hardware import UPDATE_BYTES, HardwareSpec
 from spillway.spec.plan import HOME, LANES, Op, Plan, Pool
 from spillway.spec.trace import Span, Trace
 
 _OP_SECONDS = 50e-6  # what starting and finishing an operation costs a lane
-UPDATE_BYTES = 26  # that an exact AdamW reads and writes of a parameter
 _CORES = ("compute", "update", "upload", "download", "device")
 _DISK = ("read", "write")
 _LINK = ("upload", "download")

@@ -10,6 +10,7 @@ from spillway.planning.question import Question, hardware_for, rate_share
 from spillway.spec.answers import PlanReport
 from spillway.spec.errors import PlanInfeasible
 from spillway.spec.machine import Machine
+from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Kept, Plan, TierPeaks
 from spillway.spec.sizes import format_size
 from spillway.spec.trace import Trace
@@ -28,16 +29,25 @@ def report_on(question: Question) -> PlanReport:
     return figures(question, plan)
 
 
-def _dollars_per_step(machine: Machine, plan: Plan) -> float:
-    """The device's price over three years of use, and what is worn of the drives (where their endurance is known;
-    otherwise they are paid for by time, too). No power, no other part of the machine. 0 where a price is unknown."""
+def _saved_bytes(profile: ModelProfile, plan: Plan) -> int:
+    """What a saved point writes besides what steps do: trained weights and states that rest in memory."""
+    if not plan.placement.keep.last:
+        return 0
+    pairs = zip(profile.units, plan.placement.units, strict=True)
+    return sum(unit.updated_bytes for unit, where in pairs if unit.num_trainable and where.states != "disk")
+
+
+def _dollars_per_step(machine: Machine, seconds: float, written: float) -> float:
+    """Of so many seconds, in which so many bytes are written: the device's price over three years of use, and what is
+    worn of the drives (where their endurance is known; otherwise they are paid for by time, too). No power, no other
+    part of the machine. 0 where a price is unknown."""
     on_drives = sum(drive.price for drive in machine.drives)
     by_time = machine.price
     worn = 0.0
     if machine.endurance_bytes:
         by_time -= on_drives if machine.price else 0.0
-        worn = on_drives * plan.bytes_written / machine.endurance_bytes if machine.price else 0.0
-    return by_time / _SECONDS_OF_OWNERSHIP * plan.step_seconds + worn
+        worn = on_drives * written / machine.endurance_bytes if machine.price else 0.0
+    return by_time / _SECONDS_OF_OWNERSHIP * seconds + worn
 
 
 def figures(question: Question, plan: Plan) -> PlanReport:
@@ -51,7 +61,9 @@ def figures(question: Question, plan: Plan) -> PlanReport:
     tokens_per_s = base.tokens / plan.step_seconds
     endurance = machine.endurance_bytes
     phases = phase_peaks(profile, plan, MAX_SHARD_BYTES)
-    dollars = _dollars_per_step(machine, plan)
+    saved, every = _saved_bytes(profile, plan) if machine.disk_bytes else 0, question.options.save_steps
+    run_written = plan.bytes_written * question.steps + saved * -(-question.steps // every)
+    dollars = _dollars_per_step(machine, plan.step_seconds, plan.bytes_written + saved / every)
     peak = machine.peak_flops_per_s * rate_share(machine, profile)
     return replace(
         base,
@@ -73,8 +85,8 @@ def figures(question: Question, plan: Plan) -> PlanReport:
         },
         written_bytes=plan.bytes_written,
         run_seconds=(runs[0], runs[1]),
-        run_written_bytes=plan.bytes_written * question.steps,
-        endurance_share=plan.bytes_written * question.steps / endurance if endurance else 0.0,
+        run_written_bytes=run_written,
+        endurance_share=run_written / endurance if endurance else 0.0,
         dollars_per_million_tokens=dollars / base.tokens * 1e6,
         dollars_per_run=dollars * question.steps,
         activations=_count([_kept_as(kept) for kept in plan.placement.acts]),

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,17 @@ from spillway.model.profile import batch_rows
 from spillway.optim.config import Rule, settings_of, state_format
 from spillway.plan.request import PlanRequest
 from spillway.plan.search import fits, make_plan, swapped_plans
-from spillway.plan.simulate import UPDATE_BYTES
 from spillway.planner import PROCESS_RESERVE
 from spillway.planning.profiler import ModelProfiler
 from spillway.report.progress import Reporter
 from spillway.spec.errors import UsageError
-from spillway.spec.hardware import HOST_SHARE, Budget, HardwareSpec, device_bytes
-from spillway.spec.machine import Machine
+from spillway.spec.hardware import HOST_SHARE, UPDATE_BYTES, Budget, HardwareSpec, device_bytes
+from spillway.spec.machine import Drive, Machine, striped
 from spillway.spec.model import ModelProfile
 from spillway.spec.options import TrainOptions
 from spillway.spec.plan import KeepPoints, Plan
 from spillway.spec.sizes import format_size, parse_size
 from spillway.spec.state import StateFormat
-from spillway.store.disk import even_geometry, free_on
 
 # The GPT shapes of the papers: layers, heads, hidden (vocabulary 50,257).
 GPT_SHAPES = {
@@ -127,14 +126,14 @@ class Question:
         else:
             device = device_bytes(machine.device_bytes, device)
         disk = machine.disk_bytes if disk is None else min(disk, machine.disk_bytes)
-        return Budget(device, host, disk, self._process_bytes(machine, host))
+        return Budget(device, host, disk, self._process_bytes(machine))
 
-    def _process_bytes(self, machine: Machine, host: int) -> int:
+    def _process_bytes(self, machine: Machine) -> int:
         """What a run takes of host memory before anything of ours: here, where no GPU wants its context, about what
         this process does."""
         if self.measured and machine.hardware.device == "cpu":
             return process_bytes() + PROCESS_RESERVE
-        return min(_PROCESS_BYTES, host // 4)
+        return _PROCESS_BYTES
 
     @property
     def steps(self) -> int:
@@ -207,8 +206,8 @@ class Question:
 
 
 def hardware_for(machine: Machine, profile: ModelProfile) -> HardwareSpec:
-    """The machine's rates for this optimizer and width. Known are those of exact AdamW on bfloat16 weights; what moves
-    fewer bytes of a parameter is faster by so much, for all of them are bound by memory."""
+    """The machine's rates for this optimizer and these weights. Known are those of exact AdamW on bfloat16 weights;
+    what moves fewer bytes of a parameter is faster by so much, for all of them are bound by memory."""
     params = sum(unit.num_trainable for unit in profile.units)
     moved = sum(2 * unit.updated_bytes + unit.grad_bytes for unit in profile.units if unit.num_trainable)
     share, hardware = UPDATE_BYTES * params / moved if moved else 1.0, machine.hardware
@@ -222,7 +221,7 @@ def hardware_for(machine: Machine, profile: ModelProfile) -> HardwareSpec:
 
 
 def rate_share(machine: Machine, profile: ModelProfile) -> float:
-    """Of the device's 16-bit rate, for a model as wide as this one."""
+    """Of the device's 16-bit rate: for float32, where weights have four bytes, it is another."""
     params, size = (sum(getattr(unit, of) for unit in profile.units) for of in ("num_params", "weight_bytes"))
     return machine.float32_share if size > 3 * params else 1.0
 
@@ -234,7 +233,7 @@ def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: Ow
     if hardware is None:
         refuse_missing(options.device)
         dtype = as_dtype(options.dtype) if own is None else own.dtype
-        machine = this_machine(paths, free_on(even_geometry(paths)), dtype, device=options.device)
+        machine = this_machine(paths, dtype, device=options.device)
         machine = replace(machine, hardware=as_seen(machine.hardware, paths))
     else:
         machine = find_machine(hardware)
@@ -271,36 +270,37 @@ def with_batch_tokens(question: Question, tokens: int) -> Question:
 
 
 def with_drives(machine: Machine, count: int) -> Machine:
-    """The machine with so many of its drives."""
-    if not machine.drives and not machine.disk_bytes:
+    """The machine with so many of its drives; where they differ, with one of each in turn."""
+    if not machine.drives:
         return _with_first_drives(machine, count)
-    have = max(len(machine.drives), 1)
-    hardware, scale = machine.hardware, count / have
-    drives = tuple(machine.drives[:1] * count)
+    hardware, drives = machine.hardware, tuple(islice(cycle(machine.drives), count))
+    before, after = striped(machine.drives), striped(drives)
     return replace(
         machine,
         drives=drives,
-        price=machine.price + (count - have) * drives[0].price if machine.price and drives else 0.0,
-        disk_bytes=int(machine.disk_bytes * scale),
+        price=machine.price + _price(drives) - _price(machine.drives) if machine.price else 0.0,
+        disk_bytes=machine.disk_bytes * after.capacity_bytes // before.capacity_bytes,
         hardware=replace(
             hardware,
-            read_bytes_per_s=hardware.read_bytes_per_s * scale,
-            write_bytes_per_s=hardware.write_bytes_per_s * scale,
+            read_bytes_per_s=hardware.read_bytes_per_s * after.read_bytes_per_s / before.read_bytes_per_s,
+            write_bytes_per_s=hardware.write_bytes_per_s * after.write_bytes_per_s / before.write_bytes_per_s,
         ),
     )
+
+
+def _price(drives: tuple[Drive, ...]) -> float:
+    return sum(drive.price for drive in drives)
 
 
 def _with_first_drives(machine: Machine, count: int) -> Machine:
     """A machine that has none, with drives as people have."""
     drives = (DRIVES[FIRST_DRIVE],) * count
+    store = striped(drives)
+    price = machine.price + _price(drives) if machine.price else 0.0
     hardware = replace(
-        machine.hardware,
-        read_bytes_per_s=sum(drive.read_bytes_per_s for drive in drives),
-        write_bytes_per_s=sum(drive.write_bytes_per_s for drive in drives),
+        machine.hardware, read_bytes_per_s=store.read_bytes_per_s, write_bytes_per_s=store.write_bytes_per_s
     )
-    size = sum(drive.capacity_bytes for drive in drives)
-    price = machine.price + sum(drive.price for drive in drives) if machine.price else 0.0
-    return replace(machine, drives=drives, disk_bytes=size, hardware=hardware, price=price)
+    return replace(machine, drives=drives, disk_bytes=store.capacity_bytes, hardware=hardware, price=price)
 
 
 def row_length(options: TrainOptions) -> int:

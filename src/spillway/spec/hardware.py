@@ -9,6 +9,8 @@ DEVICE_SHARE = 0.95
 # Workspaces of matrix products, one for each thread that computes, kernels that are loaded when first used, and what an
 # update there takes besides its states (144 MiB).
 DEVICE_RESERVE = 400 << 20
+# That an exact AdamW reads and writes of a parameter: gradient, both halves of the weight, m and v.
+UPDATE_BYTES = 26
 
 
 def device_bytes(free: int, given: int | None) -> int:

@@ -43,14 +43,14 @@ class Geometry:
         """Of the data under every path."""
         return "spillway.data" if self.generation == 0 else f"spillway.data.{self.generation}"
 
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The store paths."""
+        return tuple(map(Path, self.paths))
+
     def files(self) -> tuple[Path, ...]:
         """The data file under every path."""
-        return tuple(Path(path) / self.file_name for path in self.paths)
-
-
-def even_geometry(paths: tuple[Path, ...]) -> Geometry:
-    """The same share for every path."""
-    return Geometry(tuple(map(str, paths)), (1,) * len(paths))
+        return tuple(path / self.file_name for path in self.directories)
 
 
 class StripedDisk:
@@ -67,7 +67,7 @@ class StripedDisk:
         Paths in `locked` are held by the caller already. `check` is called when all are, before anything is changed.
         Raises DiskError for a path that is read-only or in use, or, with `keep`, has lost its file."""
         self.geometry = geometry
-        self._paths = tuple(map(Path, geometry.paths))
+        self._paths = geometry.directories
         self._row = sum(geometry.shares)
         if keep:
             for file in geometry.files():
