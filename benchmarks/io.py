@@ -26,7 +26,7 @@ from ending import exit_code, parser_of, write_json
 from spillway.native import DiskEngine
 from spillway.spec.sizes import format_size, parse_size
 from spillway.store.arena import Arena
-from spillway.store.disk import Extent, StripedDisk, even_geometry
+from spillway.store.disk import Extent, Geometry, StripedDisk
 
 TARGET = 0.97
 PATTERNS = ("read", "write", "mixed")
@@ -49,7 +49,7 @@ class Ours:
     """The engine and the striped disk as the lanes use them: one engine per direction."""
 
     def __init__(self, directory: Path, size: int, block: int, depth: int) -> None:
-        self._disk = StripedDisk(even_geometry((directory,)), keep=False)
+        self._disk = StripedDisk(Geometry((str(directory),), (1,)), keep=False)
         self._disk.reserve(size)
         self._size = size
         self._buffers = [Arena(_BATCH_BYTES).buffer for _ in range(2)]
