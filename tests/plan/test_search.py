@@ -226,3 +226,17 @@ def test_a_space_without_the_drives_is_none_where_activations_shall_lie_there() 
     assert not any("disk" in tiers for tiers in (space.weights, space.states, space.grads, space.inputs, space.kept_in))
     assert space_of(PlanRequest(activations="disk")).without_drives() is None
     assert space_of(PlanRequest(states="disk")).without_drives() is None
+
+
+def test_slots_take_the_memory_that_nothing_else_could_use() -> None:
+    # Weights are to rest on disk: where there is room for all of them on the way, none is read a second time.
+    model, hardware = (
+        profiles.chain(12),
+        dataclasses.replace(profiles.MACHINE, read_bytes_per_s=1e8, write_bytes_per_s=1e8),
+    )
+    request = PlanRequest("deferred", "disk", "disk", clip=True, activations="recompute")
+    read = {}
+    for device_bytes in (3 * 10**7, 10**9):
+        plan = make_plan(model, hardware, Budget(device_bytes, 10**9, 10**12, 10**7), request)
+        read[device_bytes] = sum(op.amount for op in plan.ops if op.kind == "READ" and op.group == "weight")
+    assert read[10**9] == 0 < read[3 * 10**7]

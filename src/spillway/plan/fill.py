@@ -110,6 +110,21 @@ class Filler:
         found = self._candidates.of(replace(placement, state_slabs=slabs), *_late_and_visiting(placement))
         return found if self._candidates.fits(found) else candidate
 
+    def with_wider_window(self, candidate: Candidate) -> Candidate:
+        """As many more slots as there is room for that nothing else could use: what they hold at the turn to backward
+        is not fetched again. The same candidate where there is none."""
+        placement = candidate.placement
+        fetched = sum(where.weights != "device" for where in placement.units)
+        low, high = placement.window, min(fetched, self._space.policy.window) + 1
+        while self._model.calls and high - low > 1:
+            middle = (low + high) // 2
+            found = self._candidates.of(replace(placement, window=middle), *_late_and_visiting(placement))
+            if self._candidates.fits(found):
+                low, candidate = middle, found
+            else:
+                high = middle
+        return candidate
+
     def with_streams(self, candidate: Candidate) -> Candidate:
         """With as many micro-batches side by side as the device's memory that is left has room for. A CPU computes each
         on all its cores."""

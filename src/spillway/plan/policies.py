@@ -51,7 +51,7 @@ def _zero(name: str, source: str, weights: str, states: str, grads: str, inputs:
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("auto", "Spillway", state_slabs=64, streams=_STREAMS),
+        Policy("auto", "Spillway", window=1024, state_slabs=64, streams=_STREAMS),
         _zero("zero-offload", "LoHan V-A: states in host memory, inputs of blocks swapped there, update after backward",
               "host", "host", "host", "host"),
         _zero("zero-infinity", "LoHan III-B, Fuyou 2.2: states on disk, inputs of blocks in host memory only",

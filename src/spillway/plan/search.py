@@ -186,7 +186,7 @@ class _Search:
         for number, found in enumerate(finalists):
             if number >= _FINALISTS and self._simulated - before > _FINAL_OPS:
                 break
-            whole = self._time_whole(self._with_more_slabs(found))
+            whole = self._time_whole(self._with_more_slabs(self._with_wider_window(found)))
             if best is None or whole.seconds < best.seconds:
                 best = whole
         return self._with_streams(required(best, "a search without finalists"))
@@ -198,6 +198,14 @@ class _Search:
         near = sorted((found for found in self._estimated if found.seconds <= _NEAR * best.seconds), key=_seconds)
         of_each_kind = {found.candidate.placement.visits: found for found in reversed(near)}.values()
         return list({found.candidate.placement: found for found in (*of_each_kind, *near[:_MOST_FINALISTS])}.values())
+
+    def _with_wider_window(self, best: _Timed) -> _Timed:
+        """That plan with more slots, where that is worth the memory."""
+        wider = self._filler.with_wider_window(best.candidate)
+        if wider is best.candidate:
+            return best
+        found = self._time(wider)
+        return found if _CLOSE * found.seconds < best.seconds else best
 
     def _with_more_slabs(self, best: _Timed) -> _Timed:
         """That plan with more states on their way, or with that and its updates at another moment, where it is as fast:

@@ -16,6 +16,7 @@ from spillway.spec.sizes import format_size, format_size_up
 _ODD = 3 << 14
 _LARGE_SUBGROUPS = tuple((size + _ODD, 4) for size in (1 << 28, 1 << 27, 1 << 26, 1 << 25))
 _LARGE_SHARE = 1 / 32
+_DEEPEST = 4  # slots of a window: more of them come of what memory is left, too
 _SUBGROUPS = ((1 << 24, 4), (1 << 23, 4), (1 << 22, 4), (1 << 22, 2), (1 << 20, 2), (1 << 18, 1))
 
 
@@ -122,7 +123,7 @@ class Start:
     def _pipelines(self, update: str) -> Iterator[Placement]:
         """Ever smaller ones. The window takes device memory and subgroups take host memory: where these are one, slots
         are worth more than large subgroups; elsewhere each is as large as its own tier has room for."""
-        windows, far = range(self._space.policy.window, 0, -1), self._space.inputs[0]
+        windows, far = range(min(_DEEPEST, self._space.policy.window), 0, -1), self._space.inputs[0]
         sizes = list(self._subgroups())
         pairs = product(windows, sizes) if self._device_is_host else ((w, size) for size in sizes for w in windows)
         for window, (subgroup, slabs) in pairs:
