@@ -325,7 +325,9 @@ def test_held_out_data_is_evaluated_now_and_then_and_changes_nothing(
     assert found[4] < found[1]
     tokenizer = load_tokenizer(model)
     length = json.loads((out / "config.json").read_text())["max_length"]["value"]
-    batches = Batches(encode_files((str(data),), tokenizer, length).samples, 1, length, 0, False, pad_id(tokenizer))
+    batches = Batches(
+        encode_files((str(data),), tokenizer, length).samples, 1, length, 0, False, pad_id(tokenizer, None)
+    )
     trained = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.bfloat16)
     total = count = 0.0
     with torch.no_grad():
@@ -510,3 +512,76 @@ def test_the_process_stays_within_the_memory_it_was_given(data: Path, tmp_path: 
     summary = json.loads(done.stdout)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["peaks"]["disk"] > 0 and summary["measured_peaks"]["host"] <= 850e6
+
+
+def test_a_run_keeps_its_store_when_it_is_not_named_again(model: Path, data: Path, tmp_path: Path) -> None:
+    out, flags = tmp_path / "run", ("--states", "disk")
+    assert run(arguments(model, data, out, *flags, "--store", str(tmp_path / "fast"), "--max-steps", "2")) == 0
+    for steps in ("4", "6"):
+        assert run(arguments(model, data, out, *flags, "--max-steps", steps)) == 0
+    assert not (out / "store").exists() and list((tmp_path / "fast").rglob("spillway.data"))
+
+
+def test_what_a_move_that_was_killed_at_its_end_has_left_is_removed(model: Path, data: Path, tmp_path: Path) -> None:
+    out, old, new = tmp_path / "run", tmp_path / "old", tmp_path / "new"
+    flags = ("--states", "disk", "--weights", "disk")
+    assert run(arguments(model, data, out, *flags, "--store", str(old), "--max-steps", "2")) == 0
+    shutil.copytree(old, tmp_path / "copy")
+    noted = (out / "stores.json").read_text()
+    assert run(arguments(model, data, out, *flags, "--store", str(new), "--max-steps", "4")) == 0
+    shutil.rmtree(old)
+    shutil.copytree(tmp_path / "copy", old)
+    (out / "stores.json").write_text(noted)
+    assert run(arguments(model, data, out, *flags, "--store", str(new), "--max-steps", "6")) == 0
+    assert not [*old.rglob("spillway.data*"), *old.rglob("step-*.json")]
+    assert [row["step"] for row in metrics(out)] == list(range(1, 7))
+
+
+def test_what_was_written_counts_also_after_the_run_was_renamed(model: Path, data: Path, tmp_path: Path) -> None:
+    out, flags = tmp_path / "run", ("--states", "disk", "--weights", "disk")
+    assert run(arguments(model, data, out, *flags, "--max-steps", "4")) == 0
+    (before,) = metrics(out)[-1]["written_bytes"].values()
+    out.rename(tmp_path / "other")
+    limits = ("--max-steps", "30", "--max-writes", str(2 * before))
+    assert run(arguments(model, data, tmp_path / "other", *flags, *limits)) == 5
+    ((path, written),) = metrics(tmp_path / "other")[-1]["written_bytes"].items()
+    assert path == str(tmp_path / "other" / "store") and 2 * before <= written < 3 * before
+
+
+def test_a_run_without_saved_points_does_not_say_that_it_can_go_on(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--states", "disk", "--save-total-limit", "0", "--max-steps", "30", "--max-writes", "2MB")
+    assert run(arguments(model, data, tmp_path / "run", *flags)) == 5
+    said = " ".join(capsys.readouterr().err.split())
+    assert "its optimizer states are not saved" in said and "which is saved" not in said
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_trained_model_that_was_moved_away_is_written_again(model: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run(arguments(model, data, out, "--max-steps", "2")) == 0
+    (out / "model").rename(tmp_path / "mine")
+    assert run(arguments(model, data, out, "--max-steps", "2")) == 0
+    ours, theirs = (load_file(place / "model.safetensors") for place in (tmp_path / "mine", out / "model"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_home_in_a_config_file_is_the_home(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    given = {"model": str(model), "data": [str(data)], "output_dir": "~/run", "max_steps": 1, "max_length": 64}
+    (tmp_path / "run.yaml").write_text(json.dumps(given))
+    assert run(["train", "--config", str(tmp_path / "run.yaml")]) == 0
+    assert (tmp_path / "run" / "model").exists() and not (tmp_path / "~").exists()
+
+
+def test_a_pad_token_that_the_model_has_not_is_not_used(model: Path, data: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert tokenizer.pad_token_id >= 300
+    assert run(arguments(tmp_path / "model", data, tmp_path / "run", "--max-steps", "1")) == 0

@@ -39,10 +39,7 @@ def read_options(run: Path) -> TrainOptions:
 
 def with_whole_paths(options: TrainOptions) -> TrainOptions:
     """The options as a run remembers them: paths say the same from every directory. Names of a hub stay as they are."""
-
-    def whole(path: str) -> str:
-        return os.path.abspath(os.path.expanduser(path))
-
+    whole = os.path.abspath
     return replace(
         options,
         model=whole(options.model) if os.path.exists(options.model) else options.model,
@@ -103,8 +100,14 @@ def note_written(run: Path, step: int) -> None:
 
 
 def written_step(run: Path) -> int:
-    """The step of the trained model that was written last; 0 for none."""
-    return _step_in(run / _WRITTEN_STEP)
+    """The step of the trained model that was written last; 0 for none, or where it is not there any more."""
+    is_there = (model_in(run) / "config.json").exists() and any(model_in(run).glob("*.safetensors"))
+    return _step_in(run / _WRITTEN_STEP) if is_there else 0
+
+
+def model_in(run: Path) -> Path:
+    """Where the trained model goes."""
+    return run / "model"
 
 
 def _step_in(file: Path) -> int:
@@ -121,12 +124,14 @@ def losses_shown(run: Path, last_step: int | None = None) -> list[float]:
 
 def store_directories(options: TrainOptions, run: Path) -> tuple[Path, ...]:
     """One directory for this run under every --store path; without any, those of last time, or inside the run."""
+    known = _remembered(run)
+    if known and not options.store:
+        return known
     if not options.store and (run / "config.json").exists():
         options = replace(options, store=read_options(run).store)
     if not options.store:
         return (run.resolve() / "store",)
     roots = [Path(path).resolve() for path in with_whole_paths(options).store]
-    known = _remembered(run)
     if known and [path.parent for path in known] == roots:
         return known
     digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]
@@ -139,13 +144,21 @@ def remember_stores(run: Path, stores: tuple[Path, ...]) -> None:
 
 
 def _remembered(run: Path) -> tuple[Path, ...]:
-    """Of a run that was moved; nothing for a copy of one that is still there."""
+    """Where the store was last time, also of a run that was moved, with it or without; nothing for a copy of one that
+    is still there."""
     try:
         found = json.loads((run / _STORES).read_text())
         was, stores = Path(found["run"]), tuple(map(Path, found["stores"]))
     except (OSError, ValueError, KeyError, TypeError):
         return ()
-    return stores if was == run.resolve() or not was.exists() else ()
+    if was != run.resolve() and was.exists():
+        return ()
+    return tuple(run.resolve() / path.relative_to(was) if path.is_relative_to(was) else path for path in stores)
+
+
+def stores_of_last_time(run: Path) -> tuple[Path, ...]:
+    """The store paths that a start of the run has noted last; none for a new one."""
+    return _remembered(run)
 
 
 def where_saved(options: TrainOptions, run: Path) -> Path:

@@ -14,7 +14,7 @@ from spillway.assembly import prepared
 from spillway.checkpoint.saved import SavedPoint
 from spillway.data import Batches, DataPosition, encode_files
 from spillway.hardware.limits import free_host_bytes
-from spillway.integrations.huggingface import CAUSAL_LM, build_resident, find_directory, fitting_length
+from spillway.integrations.huggingface import CAUSAL_LM, build_resident, find_directory, fitting_length, vocab_size_of
 from spillway.integrations.packing import keeps_documents_apart
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.optim.config import AdamW, settings_of
@@ -87,11 +87,11 @@ def verify_against_resident(run: Path, steps: int, layers: int | None, reporter:
     directory, dtype = find_directory(options.model), as_dtype(options.dtype)
     layers = _fitting_layers(options, layers, reporter)
     tokenizer = load_tokenizer(directory)
-    length = fitting_length(directory, options.max_length)
-    encoded = encode_files(options.data, tokenizer, length)
+    length, vocab_size = fitting_length(directory, options.max_length), vocab_size_of(directory)
+    encoded = encode_files(options.data, tokenizer, length, vocab_size=vocab_size)
     rows = options.per_device_train_batch_size * options.gradient_accumulation_steps
     packing = options.packing and keeps_documents_apart(directory)
-    batches = Batches(encoded.samples, rows, length, options.seed, packing, pad_id(tokenizer))
+    batches = Batches(encoded.samples, rows, length, options.seed, packing, pad_id(tokenizer, vocab_size))
     positions = [DataPosition()]
     while len(positions) < steps:
         positions.append(batches.after(positions[-1]))

@@ -1,6 +1,7 @@
 """Going on from saved points: damage, other placements, other drives, frozen parameters."""
 
 import contextlib
+import errno
 import os
 import shutil
 import threading
@@ -264,6 +265,24 @@ def test_a_run_moves_to_other_drives(tmp_path: Path, expected: dict[str, torch.T
     run.end()
     assert same(Run([one], resume=more[0]).train(6).end(), expected)
     assert not any(list(path.glob("spillway.data*")) for path in more)
+
+
+def test_a_move_that_finds_no_room_leaves_nothing_behind(
+    tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, full = tmp_path / "one", tmp_path / "full"
+    Run(one).train(2).end()
+    true_fallocate = os.posix_fallocate
+
+    def no_room(fd: int, offset: int, num_bytes: int) -> None:
+        true_fallocate(fd, offset, num_bytes // 2)  # as file systems do that take what there is
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched, pytest.warns(StoreMoves), pytest.raises(DiskError):
+        patched.setattr(os, "posix_fallocate", no_room)
+        Run([full], resume=one)
+    assert not list(full.glob("spillway.data*"))
+    assert same(Run([one], resume=True).train(6).end(), expected)
 
 
 def test_what_a_move_that_was_killed_has_left_is_removed(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:

@@ -206,7 +206,11 @@ def test_a_directory_that_is_no_run_is_never_written_into(fail: Fail, model: Pat
 
 def test_more_nonsense(fail: Fail, model: Path, data: Path) -> None:
     for flag, value, words in (
-        ("--seed", "-1", "must not be negative"),
+        ("--seed", "-1", "must be from 0"),
+        ("--seed", str(1 << 70), "must be from 0"),
+        ("--num-train-epochs", "inf", "must be a finite number"),
+        ("--max-grad-norm", "nan", "must be a finite number"),
+        ("--weight-decay", "nan", "must be a finite number"),
         ("--max-steps", "-3", "more than 0"),
         ("--adam-beta1", "1.5", "in [0, 1)"),
         ("--max-grad-norm", "-1", "more than 0"),
@@ -216,6 +220,12 @@ def test_more_nonsense(fail: Fail, model: Path, data: Path) -> None:
     ):
         code, message = fail(model, data, flag, value, "--device", "cpu")
         assert code == 2 and words in message, message
+
+
+def test_a_config_file_that_is_no_text_is_named(fail: Fail, model: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"optim: \xff\n")
+    code, message = fail(model, data, "--config", tmp_path / "run.yaml")
+    assert code == 2 and "is not UTF-8 text" in message and "at byte 7" in message
 
 
 def test_data_is_shown_in_rows_as_long_as_the_model_has_positions(

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 import directories
 from spillway.data.encode import encode_files
@@ -44,3 +45,25 @@ def test_the_fingerprint_changes_with_any_token(tmp_path: Path) -> None:
         path = directories.write_lines(tmp_path / f"{number}.jsonl", [{"text": text}])
         prints.add(encode_files([path], tokenizer, 64).fingerprint())
     assert len(prints) == 2
+
+
+def test_an_end_that_the_user_wrote_stays_and_is_not_doubled(tmp_path: Path) -> None:
+    row = {"prompt": "The river<|end|>", "completion": " carries<|end|>"}
+    path = directories.write_lines(tmp_path / "a.jsonl", [row])
+    plain, ending = directories.make_tokenizer(), directories.make_tokenizer()
+    end = (plain.eos_token, plain.eos_token_id)
+    ending.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
+    for tokenizer in (plain, ending):
+        (sample,) = encode_files([path], tokenizer, 64).samples
+        assert tokenizer.decode(sample.ids) == "The river<|end|> carries<|end|>"
+        assert tokenizer.decode(sample.ids[sample.trained]) == " carries<|end|>"
+
+
+def test_a_token_that_the_model_has_not_is_named(tmp_path: Path) -> None:
+    tokenizer = directories.make_tokenizer()
+    path = directories.write_lines(tmp_path / "a.jsonl", [{"text": "The river"}, {"text": "The <new> river"}])
+    tokenizer.add_tokens("<new>")
+    known = len(tokenizer) - 1
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: token {known} \('<new>'\) is none of the model's {known}"):
+        encode_files([path], tokenizer, 64, vocab_size=known)
+    assert encode_files([path], tokenizer, 64, vocab_size=known + 1).num_records == 2

@@ -75,6 +75,10 @@ def test_records_of_sharegpt_and_alpaca_are_conversations(tmp_path: Path) -> Non
             '{"messages": [{"role": "assistant", "content": [{"type": "image", "image": "x.png"}]}]}',
             r"message 1 \(assistant\) has content that is not text \(image\)",
         ),
+        ('{"messages": [{"role": "assistant", "content": 5}]}', "has content that is not text, but a number"),
+        ('{"messages": [{"role": "assistant", "content": "a"}], "tools": 5}', "'tools' must be a list of objects"),
+        ('{"messages": [{"role": "assistant", "content": "a"}], "tools": "{oops"}', "'tools' is text that is not JSON"),
+        ('{"conversations": [{"from": ["gpt"], "value": "a"}]}', r"turn 1 is from '\['gpt'\]'"),
     ],
 )
 def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
@@ -124,3 +128,28 @@ def test_half_a_character_in_a_list_of_records_is_named(tmp_path: Path) -> None:
     path.write_text('[{"text": "fine \\ud83d\\ude00"}, {"text": "cut \\ud83d"}]')
     with pytest.raises(DataError, match=r"rows.json:2: \\ud83d is half a character"):
         list(read_records([path]))
+
+
+def test_tools_may_be_text_and_belong_to_every_conversation(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "gate", "parameters": {}}}]
+    said = [{"role": "user", "content": "open"}], [{"role": "assistant", "content": "done"}]
+    rows: list[object] = [
+        {"messages": said[0] + said[1], "tools": tools},
+        {"messages": said[0] + said[1], "tools": json.dumps(tools)},
+        {"prompt": said[0], "completion": said[1], "tools": tools},
+    ]
+    records = list(read_records([write_lines(tmp_path / "a.jsonl", rows)]))
+    assert [list(record.tools) for record in records] == [tools] * 3
+
+
+def test_the_line_of_bytes_that_are_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "lock"}\r\n' * 1 + b'{"text": "gate"}\n' * 3000 + b'{"text": "\xff"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:3002: this is not UTF-8 text .* at byte 10 of the line"):
+        list(read_records([path]))
+
+
+def test_a_record_that_is_nested_too_deeply_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[" * 200_000 + "]" * 200_000)
+    with pytest.raises(DataError, match="nested too deeply"):
+        list(read_records([tmp_path / "a.jsonl"]))

@@ -56,6 +56,8 @@ def place_store(
             points.moved_bytes = move(directory, whole, paths, measure_shares(paths), counter.advance)
         points.directory = paths[0]
         geometry = points.find(True)[0].geometry
+    elif geometry.generation == found[0].geometry.generation:
+        points.new_names = dict(zip(found[0].geometry.paths, geometry.paths, strict=True))
     points.step_over_short(geometry)
     points.directory = Path(geometry.paths[0])
     return geometry

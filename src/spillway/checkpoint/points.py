@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,7 @@ class SavedPoints:
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
     saved_step: int = 0
     moved_bytes: dict[str, int] = field(default_factory=dict)  # written to each path to bring the store there
+    new_names: dict[str, str] = field(default_factory=dict)  # of store paths that were called something else
     noted: "_Point | None" = None
     pending: "_Pending | None" = None
     at_step: Callable[[], dict[str, str]] = dict  # what is only known when a step is over; joins `run`
@@ -70,6 +72,13 @@ class SavedPoints:
     def found_run(self) -> dict[str, str]:
         """What the training loop had saved with it."""
         return self.found[0].run if self.found else {}
+
+    def under_new_names(self, by_path: dict[str, int]) -> dict[str, int]:
+        """Counts by store path, as the paths are called now."""
+        found: Counter[str] = Counter()
+        for path, count in by_path.items():
+            found[self.new_names.get(path, path)] += count
+        return dict(found)
 
     def find(self, resume: bool) -> tuple[Manifest, ...]:
         """The saved points to go on from. Raises UsageError where one would be overwritten, DiskError where they are

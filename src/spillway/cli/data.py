@@ -22,7 +22,7 @@ def data_command(data: tuple[str, ...], model: str, max_length: int, samples: in
       spillway data chats.jsonl --model ./llama-8b
     """
     from spillway.data import encode_files
-    from spillway.integrations.huggingface import find_directory, fitting_length
+    from spillway.integrations.huggingface import find_directory, fitting_length, vocab_size_of
     from spillway.integrations.tokenizer import load_tokenizer
     from spillway.report.progress import Reporter
 
@@ -31,7 +31,7 @@ def data_command(data: tuple[str, ...], model: str, max_length: int, samples: in
     tokenizer = load_tokenizer(directory)
     max_length = fitting_length(directory, max_length)
     with reporter.counting("reading data") as counter:
-        encoded = encode_files(data, tokenizer, max_length, counter.reach)
+        encoded = encode_files(data, tokenizer, max_length, counter.reach, vocab_size_of(directory))
     lengths = sorted(sample.ids.size for sample in encoded.samples)
     counts = {
         "records": encoded.num_records,

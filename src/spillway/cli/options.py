@@ -105,10 +105,12 @@ def read_config(path: Path, options_class: Any) -> dict[str, Any]:
     Raises UsageError for a file that cannot be read, or an unknown name, with the nearest one.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except OSError as error:
         raise UsageError(f"the config file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the config file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         first = " ".join(str(error).split())
         raise UsageError(f"the config file {path} is malformed: {first}") from error

@@ -58,17 +58,27 @@ class Encoded:
 
 
 def encode_files(
-    paths: Sequence[str | Path], tokenizer: Any, max_length: int, progress: Callable[[int], None] | None = None
+    paths: Sequence[str | Path],
+    tokenizer: Any,
+    max_length: int,
+    progress: Callable[[int], None] | None = None,
+    vocab_size: int | None = None,
 ) -> Encoded:
     """Samples of every record. Text longer than `max_length` goes on in further samples; conversations and completions
-    are cut there and counted. `progress` is called with the number of records so far.
+    are cut there and counted. `progress` is called with the number of records so far. `vocab_size`: tokens that the
+    model has, where it is known.
 
-    Raises DataError naming file and line; also when there is nothing to train on.
+    Raises DataError naming file and line; also when there is nothing to train on, or a token that the model has not.
     """
     result = Encoded()
     for record in read_records(paths):
         result.num_records += 1
         ids, trained = encode_record(record, tokenizer)
+        if vocab_size is not None and max(ids, default=0) >= vocab_size:
+            raise DataError(
+                f"{record.where}: token {max(ids)} ({tokenizer.convert_ids_to_tokens(max(ids))!r}) is none of the "
+                f"model's {vocab_size}: use the tokenizer of this model, or resize the model's embeddings to it"
+            )
         _add(result, record, ids, trained, max_length)
         if progress is not None:
             progress(result.num_records)
@@ -88,17 +98,29 @@ def encode_record(record: Record, tokenizer: Any) -> tuple[list[int], list[bool]
         return encode_chat(record, tokenizer)
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     if record.kind == "text":
-        ids = _without_end(list(tokenizer(record.text, verbose=False)["input_ids"]), end) + end
+        ids = _without_end(_ids(record.text, tokenizer), end) + end
         return ids, [True] * len(ids)
-    prompt = _without_end(list(tokenizer(record.prompt, verbose=False)["input_ids"]), end)
-    completion = list(tokenizer(record.completion, add_special_tokens=False, verbose=False)["input_ids"])
+    prompt = _ids(record.prompt, tokenizer)
+    if end and prompt[-1:] == end and _ends_every_text(tokenizer, end):
+        prompt = prompt[:-1]  # the completion goes on from there
+    completion = _ids(record.completion, tokenizer, add_special_tokens=False)
     if not completion:
         raise DataError(f"{record.where}: 'completion' is empty, so no token would be trained")
-    return prompt + completion + end, [False] * len(prompt) + [True] * (len(completion) + len(end))
+    completion = _without_end(completion, end) + end
+    return prompt + completion, [False] * len(prompt) + [True] * len(completion)
+
+
+def _ids(text: str, tokenizer: Any, **more: bool) -> list[int]:
+    return list(tokenizer(text, verbose=False, **more)["input_ids"])
+
+
+def _ends_every_text(tokenizer: Any, end: list[int]) -> bool:
+    """Whether an end that is there may be the tokenizer's own."""
+    return _ids("a", tokenizer)[-1:] == end
 
 
 def _without_end(ids: list[int], end: list[int]) -> list[int]:
-    """Some tokenizers end every text themselves."""
+    """One is put there in any case."""
     return ids[:-1] if end and ids[-1:] == end else ids
 
 

@@ -49,12 +49,17 @@ def read_records(paths: Sequence[str | Path]) -> Iterator[Record]:
     Raises DataError naming file and line for anything that is not a usable record.
     """
     for path in data_files(paths):
-        if path.suffix == ".txt":
-            yield from _text_file(path)
-        elif path.suffix == ".parquet":
-            yield from (as_record(row, f"{path}:{number}") for number, row in _parquet_rows(path))
-        else:
-            yield from (as_record(row, f"{path}:{number}") for number, row in _json_rows(path))
+        try:
+            yield from _records_of(path)
+        except RecursionError as error:
+            raise DataError(f"{path} has a record that is nested too deeply to be read") from error
+
+
+def _records_of(path: Path) -> Iterator[Record]:
+    if path.suffix == ".txt":
+        return _text_file(path)
+    rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+    return (as_record(row, f"{path}:{number}") for number, row in rows)
 
 
 def as_record(row: Any, where: str) -> Record:
@@ -63,7 +68,7 @@ def as_record(row: Any, where: str) -> Record:
         raise DataError(f"{where}: a record must be an object with fields, this is {_kind_of(row)}")
     if row.get("messages") is not None:
         messages = _messages(row["messages"], where)
-        return Record("messages", where, messages=messages, tools=tuple(row.get("tools") or ()))
+        return Record("messages", where, messages=messages, tools=_tools(row, where))
     if row.get("conversations") is not None:
         return _share_gpt(row, where)
     if row.get("prompt") is not None or row.get("completion") is not None:
@@ -117,13 +122,16 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 _refuse_half_characters(row, f"{path}:{number}")
                 yield number, row
             return
-    with open(path, encoding="utf-8-sig", errors="strict") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, _json_line(line, f"{path}:{number}")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                at = f"byte {error.start} of the line"
+                raise DataError(f"{where}: this is not UTF-8 text ({error.reason} at {at})") from error
+            if text.strip():
+                yield number, _json_line(text, where)
 
 
 def _json_line(line: str, where: str) -> Any:
@@ -191,18 +199,22 @@ def _messages(value: Any, where: str) -> tuple[dict[str, Any], ...]:
         if message.get("content") is None and not message.get("tool_calls"):
             raise DataError(f"{where}: message {index + 1} ({role}) has no 'content'")
         known = {key: part for key, part in message.items() if part is not None}
-        if isinstance(known.get("content"), list):
-            known["content"] = _joined(known["content"], f"{where}: message {index + 1} ({role})")
+        if "content" in known:
+            known["content"] = _content(known["content"], f"{where}: message {index + 1} ({role})")
         messages.append(known)
     if all(message["role"] != "assistant" for message in messages):
         raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to train on")
     return tuple(messages)
 
 
-def _joined(parts: list[Any], whose: str) -> str:
-    """The text of content that comes in parts, as of the OpenAI interface: a template for text would show the list."""
+def _content(value: Any, whose: str) -> str:
+    """The text of content; it may come in parts, as of the OpenAI interface: a template for text would show these."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (list, dict)):
+        raise DataError(f"{whose} has content that is not text, but {_kind_of(value)}")
     texts = []
-    for part in parts:
+    for part in value if isinstance(value, list) else [value]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type", "an object without a type") if isinstance(part, dict) else _kind_of(part)
             raise DataError(f"{whose} has content that is not text ({kind}): only text is trained")
@@ -218,7 +230,7 @@ def _share_gpt(row: dict[str, Any], where: str) -> Record:
     messages = []
     for index, turn in enumerate(turns):
         if isinstance(turn, dict) and "from" in turn:
-            role = _SPEAKERS.get(turn["from"])
+            role = _SPEAKERS.get(turn["from"]) if isinstance(turn["from"], str) else None
             if role is None:
                 known = "|".join(_SPEAKERS)
                 raise DataError(f"{where}: turn {index + 1} is from '{turn['from']}'; expected {known}")
@@ -227,7 +239,7 @@ def _share_gpt(row: dict[str, Any], where: str) -> Record:
     has_system = any(isinstance(one, dict) and one.get("role") == "system" for one in messages)
     if row.get("system") is not None and not has_system:
         messages.insert(0, {"role": "system", "content": row["system"]})
-    return Record("messages", where, messages=_messages(messages, where), tools=tuple(row.get("tools") or ()))
+    return Record("messages", where, messages=_messages(messages, where), tools=_tools(row, where))
 
 
 def _alpaca(row: dict[str, Any], where: str) -> Record:
@@ -252,13 +264,26 @@ def _completion(row: dict[str, Any], where: str) -> Record:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         both = _messages([*prompt, *completion], where)
-        return Record("messages", where, messages=both, trained_from=len(prompt))
+        return Record("messages", where, messages=both, trained_from=len(prompt), tools=_tools(row, where))
     return Record(
         "completion",
         where,
         prompt=_string(prompt, "prompt", where),
         completion=_string(completion, "completion", where),
     )
+
+
+def _tools(row: dict[str, Any], where: str) -> tuple[Any, ...]:
+    """The functions that the assistant may call; some files hold them as JSON within a string."""
+    tools = row.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(f"{where}: 'tools' is text that is not JSON ({error})") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{where}: 'tools' must be a list of objects, each with the schema of a function")
+    return tuple(tools)
 
 
 def _string(value: Any, field: str, where: str) -> str:

@@ -87,6 +87,13 @@ def config_of(directory: Path) -> Any:
         raise UsageError(f"{directory} cannot be read as a model: {first}") from error
 
 
+def vocab_size_of(directory: Path) -> int | None:
+    """How many tokens the model of a directory has; None where its config does not say. Raises UsageError where there
+    is none that can be read."""
+    size = getattr(config_of(directory).get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
 def build_from_config(config: Any, auto_class: Any, dtype: torch.dtype) -> nn.Module:
     """The model of a config on the meta device. Raises UsageError where `auto_class` is not for it."""
     try:

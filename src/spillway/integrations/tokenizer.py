@@ -31,9 +31,9 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(whole.encode()).hexdigest()
 
 
-def pad_id(tokenizer: Any) -> int:
-    """A token for positions that are neither trained nor looked at."""
+def pad_id(tokenizer: Any, vocab_size: int | None) -> int:
+    """A token for positions that are neither trained nor looked at, one that the model has."""
     for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if candidate is not None:
+        if candidate is not None and (vocab_size is None or candidate < vocab_size):
             return int(candidate)
     return 0

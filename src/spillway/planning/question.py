@@ -28,6 +28,7 @@ from spillway.integrations.huggingface import (
     find_directory,
     fitting_length,
     gpt2_config,
+    vocab_size_of,
 )
 from spillway.integrations.packing import keeps_documents_apart
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
@@ -314,11 +315,12 @@ def count_rows(options: TrainOptions, reporter: Reporter) -> int:
     """Rows of an epoch, where it matters; otherwise 0."""
     if options.max_steps > 0 or not options.data:
         return 0
-    tokenizer, length = load_tokenizer(find_directory(options.model)), row_length(options)
+    directory = find_directory(options.model)
+    tokenizer, length, vocab_size = load_tokenizer(directory), row_length(options), vocab_size_of(directory)
     with reporter.counting("reading data") as counter:
-        encoded = encode_files(options.data, tokenizer, length, counter.reach)
-    packing = options.packing and keeps_documents_apart(find_directory(options.model))
-    return Batches(encoded.samples, 1, length, options.seed, packing, pad_id(tokenizer)).per_epoch()
+        encoded = encode_files(options.data, tokenizer, length, counter.reach, vocab_size)
+    packing = options.packing and keeps_documents_apart(directory)
+    return Batches(encoded.samples, 1, length, options.seed, packing, pad_id(tokenizer, vocab_size)).per_epoch()
 
 
 def gpt_shape(name: str) -> tuple[int, int, int] | None:

@@ -1,8 +1,9 @@
 """What a training run can be told."""
 
 import math
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from spillway.spec.errors import UsageError
@@ -83,6 +84,10 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _LONG.get(self.dtype, self.dtype))
+        for name in ("model", "output_dir"):
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
+        for name in ("data", "eval_data", "store"):
+            object.__setattr__(self, name, tuple(map(os.path.expanduser, getattr(self, name))))
 
     @property
     def fixed_loss_scale(self) -> float | str | None:
@@ -124,14 +129,18 @@ class TrainOptions:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"--{field.name.replace('_', '-')} must be a finite number, not {value}")
         if self.streams < 0:
             raise UsageError(f"--streams must be at least 1, or left out for the planner to choose, not {self.streams}")
         if self.save_total_limit < 0:
             raise UsageError(f"--save-total-limit must be at least 0, not {self.save_total_limit}")
         if self.max_steps == 0 or self.max_steps < -1:
             raise UsageError("--max-steps must be more than 0, or left out for whole epochs")
-        if self.seed < 0:
-            raise UsageError(f"--seed must not be negative, as {self.seed} is")
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"--seed must be from 0 to 2^63 - 1, not {self.seed}")
         if self.weight_decay < 0:
             raise UsageError(f"--weight-decay must not be negative, as {self.weight_decay} is")
         if self.master_bits == 24 and self.dtype != "bfloat16":

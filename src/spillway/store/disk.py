@@ -5,7 +5,8 @@ import fcntl
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -308,6 +309,16 @@ def free_on(geometry: Geometry) -> int:
         shares[drive] = shares.get(drive, 0) + share
         free[drive] = free.get(drive, available(path)) + _reserved(path)
     return min(free[drive] * row // shares[drive] for drive in free)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """No run uses the store path meanwhile. Raises DiskError where one does."""
+    lock = _lock(path)
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def _lock(path: Path) -> int:

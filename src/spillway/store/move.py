@@ -1,14 +1,15 @@
 """Moves a store to other drives: the saved point is copied, committed there, and only then removed here."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from spillway.native import DiskEngine
 from spillway.spec.errors import DiskError
 from spillway.store.arena import Arena
-from spillway.store.disk import Extent, Geometry, StripedDisk
-from spillway.store.manifest import Manifest, manifest_files, save_manifest
+from spillway.store.disk import Extent, Geometry, StripedDisk, locked
+from spillway.store.manifest import Manifest, load_manifests, manifest_files, save_manifest
 from spillway.store.space import Space
 
 _WINDOW_BYTES = 32 << 20
@@ -44,32 +45,52 @@ def move(
     written to each path. Raises DiskError for want of room; nothing is lost then."""
     was = manifest.geometry
     there = Geometry(tuple(map(str, paths)), shares, was.generation + 1)
+    space = Space([])
+    places = [space.allocate(unit.num_bytes) for unit in manifest.units]
     new = StripedDisk(there, keep=False)
     try:
-        old = StripedDisk(was, keep=True, locked=there.paths)
+        try:
+            old = StripedDisk(was, keep=True, locked=there.paths)
+        except BaseException:
+            new.close()
+            raise
+        try:
+            new.reserve(space.end)
+            for unit, place in zip(manifest.units, places, strict=True):
+                _copy(old, Extent(unit.offset, unit.num_bytes), new, place, progress)
+            new.sync()
+            written = new.written_bytes
+        finally:
+            old.close()
+            new.close()
     except BaseException:
-        new.close()
+        for file in there.files():  # perhaps all the room that there is
+            file.unlink(missing_ok=True)
         raise
-    try:
-        space = Space([])
-        places = [space.allocate(unit.num_bytes) for unit in manifest.units]
-        new.reserve(space.end)
-        for unit, place in zip(manifest.units, places, strict=True):
-            _copy(old, Extent(unit.offset, unit.num_bytes), new, place, progress)
-        new.sync()
-        written = new.written_bytes
-    finally:
-        old.close()
-        new.close()
     units = tuple(replace(unit, offset=place.offset) for unit, place in zip(manifest.units, places, strict=True))
     moved = replace(manifest, units=units, geometry=there)
     save_manifest(paths[0], moved)
+    for file in was.files():
+        file.unlink(missing_ok=True)
     if directory.resolve() != paths[0].resolve():
         for _, file in manifest_files(directory):
             file.unlink(missing_ok=True)
-    for file in was.files():
-        file.unlink(missing_ok=True)
     return written
+
+
+def drop_left_behind(before: tuple[Path, ...], now: Geometry) -> None:
+    """Remove what a move that was killed at its end has left under the store paths of before, if it has; of a store
+    that somebody uses, nothing."""
+    left = [path for path in before if path not in now.directories and path.exists()]
+    if not left or not now.generation:
+        return
+    found = load_manifests(before[0])[0] if before[0] in left else []
+    if any(manifest.geometry.generation >= now.generation for manifest in found):
+        return
+    for path in left:
+        with suppress(DiskError), locked(path):
+            for file in [*path.glob("spillway.data*"), *(file for _, file in manifest_files(path))]:
+                file.unlink(missing_ok=True)
 
 
 def _copy(old: StripedDisk, source: Extent, new: StripedDisk, target: Extent, progress: Callable[[int], None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from spillway.checkpoint.save import finish_save
 from spillway.data import Encoded
 from spillway.report.progress import Reporter
-from spillway.rundir import SAVED_STEP, losses_shown, saved_step
+from spillway.rundir import SAVED_STEP, losses_shown, model_in, saved_step
 from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.options import TrainOptions
 from spillway.store.manifest import load_manifest, load_manifests
@@ -76,10 +76,10 @@ def _refuse_lost_store(directory: Path, store: Path, reporter: Reporter) -> None
             f"{directory} had step {saved} saved and {store} holds no saved point: is its drive mounted? To start "
             f"over, remove {directory}"
         )
-    finish_save(directory / "model")
-    if steps and (directory / "model" / "config.json").exists():
+    finish_save(model_in(directory))
+    if steps and (model_in(directory) / "config.json").exists():
         raise UsageError(
-            f"{directory / 'model'} is the result of {steps} steps run without saved points (--save-total-limit 0), so "
+            f"{model_in(directory)} is the result of {steps} steps run without saved points (--save-total-limit 0), so "
             f"it cannot be resumed: to start over choose another --output-dir, or remove this one"
         )
     if steps:

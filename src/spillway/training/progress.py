@@ -35,7 +35,7 @@ class Progress:
             position=DataPosition(saved["epoch"], saved["index"]),
             losses=losses_shown(directory, points.step) or list(saved["losses"]),
             last=saved["last"],
-            written_before=json.loads(points.found_run["written"]),
+            written_before=points.under_new_names(json.loads(points.found_run["written"])),
         )
 
     def saved_with(self, after: DataPosition, loss: float, last: dict[str, Any]) -> str:

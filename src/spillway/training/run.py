@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -234,19 +236,24 @@ class _Run:
 
     def _written_enough(self) -> DiskError:
         paths, written = max(self._written_to_drives().items(), key=lambda item: item[1])
+        where = f"stopped after step {self._progress.step} of {self._training.total}"
+        why = f"this run has written {format_size(written)} to {paths}, all that --max-writes allows"
+        if self._points.are_kept:
+            return DiskError(f"{where}, which is saved: {why}; raise it and the same command goes on")
         return DiskError(
-            f"stopped after step {self._progress.step} of {self._training.total}, which is saved: this run has "
-            f"written {format_size(written)} to {paths}, all that --max-writes allows; raise it and the same command "
-            f"goes on"
+            f"{where}: {why}; the model as it is then is in {self._training.output}, its optimizer states are not saved"
         )
 
     def _written_to_drives(self) -> dict[str, int]:
         """Bytes that this run has written to each drive it is on now, by its store paths."""
         paths: dict[int, list[str]] = {}
-        written = self._telling.written()
+        written: Counter[int] = Counter()
         for path in self._training.stores:
             paths.setdefault(path.stat().st_dev, []).append(str(path))
-        return {" and ".join(there): sum(written.get(path, 0) for path in there) for there in paths.values()}
+        for name, num_bytes in self._telling.written().items():
+            if os.path.exists(name):  # also where the store has moved on
+                written[os.stat(name).st_dev] += num_bytes
+        return {" and ".join(there): written[drive] for drive, there in paths.items()}
 
     # What is kept #
 

@@ -21,19 +21,28 @@ from spillway.checkpoint.sources import persistent_buffers
 from spillway.data import Batches, Encoded, data_files, encode_files
 from spillway.evaluate import Evaluation
 from spillway.hardware.present import has_slow_16_bits
-from spillway.integrations.huggingface import CAUSAL_LM, find_directory, fitting_length
+from spillway.integrations.huggingface import CAUSAL_LM, find_directory, fitting_length, vocab_size_of
 from spillway.integrations.packing import keeps_documents_apart
 from spillway.integrations.tokenizer import fingerprint, load_tokenizer, pad_id
 from spillway.optim.config import settings_of
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.report.progress import Reporter
-from spillway.rundir import is_free, note_saved, remember_stores, store_directories, where_saved
+from spillway.rundir import (
+    is_free,
+    model_in,
+    note_saved,
+    remember_stores,
+    store_directories,
+    stores_of_last_time,
+    where_saved,
+)
 from spillway.runtime.session import Session
 from spillway.spec.errors import BudgetWarning, DiskError, StoreMoves, UsageError
 from spillway.spec.options import TrainOptions
 from spillway.spec.plan import KeepPoints, Plan
 from spillway.spec.sizes import counted, format_size
 from spillway.store.disk import available
+from spillway.store.move import drop_left_behind
 from spillway.training.identity import identity_of, is_resumed
 from spillway.training.samples import remember_samples, what_differs
 
@@ -60,7 +69,7 @@ class Training:
     @property
     def output(self) -> Path:
         """Where the trained model goes."""
-        return self.directory / "model"
+        return model_in(self.directory)
 
     @property
     def session(self) -> Session:
@@ -83,10 +92,10 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     tokenizer = load_tokenizer(source)
     directory = _make_directory(Path(options.output_dir))
     stores = store_directories(options, directory)
-    length = _row_length(options, origins, source, reporter)
-    data = _encode(options, tokenizer, length, reporter)
+    length, vocab_size = _row_length(options, origins, source, reporter), vocab_size_of(source)
+    data = _encode(options, tokenizer, length, vocab_size, reporter)
     packing = _packing(options, source, reporter)
-    held_out = _read_held_out(options, tokenizer, length, packing, reporter)
+    held_out = _read_held_out(options, tokenizer, length, vocab_size, packing, reporter)
     identity = identity_of(options, data)
     saved_in = where_saved(options, directory)
     own_tokenizer = fingerprint(tokenizer)
@@ -97,7 +106,7 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     say(f"building {source} and planning")
     model = load(source, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle)
     rows = options.per_device_train_batch_size * options.gradient_accumulation_steps
-    batches = Batches(data.samples, rows, length, options.seed, packing, pad_id(tokenizer))
+    batches = Batches(data.samples, rows, length, options.seed, packing, pad_id(tokenizer, vocab_size))
     optimizer = _prepare(options, model, stores, saved_in if resumed else False, reporter)
     stack.callback(close, model)
     parts = prepared(model)
@@ -111,6 +120,7 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     )  # fmt: skip
     _exercise_save(training)
     remember_samples(directory, data, own_tokenizer)
+    drop_left_behind(stores_of_last_time(directory), training.session.store.homes.need_disk().geometry)
     remember_stores(directory, stores)
     return training
 
@@ -160,9 +170,9 @@ def _packing(options: TrainOptions, source: Path, reporter: Reporter) -> bool:
     return may
 
 
-def _encode(options: TrainOptions, tokenizer: Any, length: int, reporter: Reporter) -> Encoded:
+def _encode(options: TrainOptions, tokenizer: Any, length: int, vocab_size: int | None, reporter: Reporter) -> Encoded:
     with reporter.counting("reading data") as counter:
-        data = encode_files(options.data, tokenizer, length, counter.reach)
+        data = encode_files(options.data, tokenizer, length, counter.reach, vocab_size)
     reporter.say(
         f"data: {counted(data.num_records, 'record')}, {counted(len(data.samples), 'sample')}, "
         f"{counted(data.num_tokens, 'token')}, {data.num_trained / data.num_tokens:.0%} trained, "
@@ -175,17 +185,17 @@ def _encode(options: TrainOptions, tokenizer: Any, length: int, reporter: Report
 
 
 def _read_held_out(
-    options: TrainOptions, tokenizer: Any, length: int, packing: bool, reporter: Reporter
+    options: TrainOptions, tokenizer: Any, length: int, vocab_size: int | None, packing: bool, reporter: Reporter
 ) -> Evaluation | None:
     if not options.eval_data:
         return None
     with reporter.counting("reading held-out data") as counter:
-        found = encode_files(options.eval_data, tokenizer, length, counter.reach)
+        found = encode_files(options.eval_data, tokenizer, length, counter.reach, vocab_size)
     reporter.say(
         f"held-out data: {counted(found.num_records, 'record')}, {counted(found.num_trained, 'trained token')}"
     )
     rows = options.per_device_train_batch_size
-    return Evaluation.of(found.samples, rows, length, packing, pad_id(tokenizer))
+    return Evaluation.of(found.samples, rows, length, packing, pad_id(tokenizer, vocab_size))
 
 
 def _count_steps(options: TrainOptions, batches: Batches) -> int:
