@@ -6,9 +6,12 @@ from hypothesis import given, settings
 from plan import profiles
 from sampling import examples
 from spillway.plan.bounds import lower_bound
+from spillway.plan.lower import lower_step
 from spillway.plan.pools import recomputed_flops
 from spillway.plan.request import PlanRequest
 from spillway.plan.search import make_plan
+from spillway.plan.simulate import simulate, step_seconds
+from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
 
@@ -18,6 +21,21 @@ from spillway.spec.plan import Plan
 def test_no_plan_is_predicted_to_be_faster_than_the_bound(model: ModelProfile, fixed: dict[str, object]) -> None:
     plan = make_plan(model, profiles.MACHINE, profiles.PLENTY, PlanRequest(**{**fixed, "accumulation": 1}))
     assert plan.step_seconds >= 0.999 * lower_bound(model, plan.placement, profiles.MACHINE)
+
+
+def test_what_is_read_ahead_makes_a_step_faster_and_no_faster_than_the_bound() -> None:
+    model, budget = profiles.chain(12), Budget(10**9, 10**9, 10**12, 10**7)
+    machine = replace(
+        profiles.MACHINE, read_bytes_per_s=2e8, write_bytes_per_s=2e8, disk_together=1.0, device_flops_per_s=1e11
+    )
+    plan = make_plan(model, machine, budget, PlanRequest("deferred", "disk", "disk", activations="recompute"))
+    without = replace(plan.placement, ahead=0)
+    assert plan.placement.ahead and plan.kept
+    assert 1.1 * plan.step_seconds < step_seconds(lower_step(model, without), machine)[0]
+    assert plan.step_seconds >= 0.999 * lower_bound(model, plan.placement, machine)
+    assert lower_bound(model, plan.placement, machine) < lower_bound(model, without, machine)
+    busy = simulate(plan.ops, plan.pools, machine).busy_s()
+    assert busy["read"] >= 0.95 * plan.step_seconds
 
 
 @pytest.mark.parametrize("update", ("serial", "overlap", "deferred"))

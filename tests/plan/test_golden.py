@@ -31,6 +31,11 @@ CASES = {
     ),
     "serial-clip-disk": (profiles.chain(3), TIGHT, clipped("serial", "disk")),
     "deferred-clip-disk": (profiles.chain(3), TIGHT, clipped("deferred", "disk")),
+    "deferred-ahead": (
+        profiles.chain(3, flops=1e12),
+        Budget(10**8, 10**9, 10**12, 10**7),
+        clipped("deferred", "disk"),
+    ),
     "overlap-clip-mixed": (profiles.chain(3), TIGHT, clipped("overlap", "host")),
     "overlap-host-tied": (
         profiles.chain(3, tied=True),
@@ -79,6 +84,7 @@ def text(case: tuple[ModelProfile, Budget, PlanRequest]) -> str:
         "begin": plan.begin_ops,
         "wary": plan.wary_ops,
         "flush": plan.flush_ops,
+        "cold": plan.cold_ops,
     }
     for title, ops in more.items():
         parts += [title, *map(line, ops)] if ops else []

@@ -143,9 +143,9 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Order:
     try_take, give = SlabPools.try_take, SlabPools.give
     copy, update_range, sum_squares = CpuDevice.copy, lanes.update_range, lanes.sum_squares
 
-    def started(self: Executor, ops: tuple[Op, ...], pools: SlabPools) -> None:
+    def started(self: Executor, *given: Any) -> None:
         found.begin_list()
-        start(self, ops, pools)
+        start(self, *given)
 
     def acquired(self: Executor, op: Op) -> Any:
         events = acquire(self, op)

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+import ahead
 import models
 import spillway
 from spillway.api import close
@@ -78,6 +79,8 @@ def test_random_plans_with_a_restless_drive_change_nothing(
     micro_batch = dice.choice([None, 1, 2])
     expected = losses(tmp_path / "quiet", update="serial", activations="recompute", micro_batch=micro_batch)
     drive = RestlessDrive(dice)
+    if dice.random() < 0.5:
+        ahead.read_ahead_always(monkeypatch)
     monkeypatch.setattr(DiskEngine, "run", lambda engine, transfers, is_write: drive.run(engine, transfers, is_write))
     found = losses(
         tmp_path / "restless",

@@ -39,5 +39,5 @@ def test_leases_are_granted_in_list_order_and_carry_the_event_of_their_last_use(
     assert pools.try_take(second) == ["event"]
     with pytest.raises(InvariantError, match="outlived"):
         pools.start(())
-    pools.abandon()
+    pools.abandon(None)
     pools.start(())

@@ -57,6 +57,10 @@ class Phase:
         """The same as if drives took no time."""
         return replace(self, read=0.0, write=0.0)
 
+    def on_drives(self) -> "Phase":
+        """What the drives have to do of it."""
+        return Phase(0.0, read=self.read, write=self.write)
+
     def __add__(self, other: "Phase") -> "Phase":
         return Phase(
             self.flops + other.flops,
@@ -93,8 +97,17 @@ def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpe
     # What is in slabs may be written in backward.
     heaviest = max((unit.updated_bytes / max(unit.num_trainable, 1) for unit, _ in deferring), default=0)
     in_slabs = placement.state_slabs * placement.subgroup * heaviest
-    before = replace(forward + late, write=max(late.write - in_slabs, 0.0))
+    read_ahead = placement.ahead * placement.subgroup * heaviest  # in the backward before
+    before = forward + late
+    before = replace(before, read=max(before.read - read_ahead, 0.0), write=max(late.write - in_slabs, 0.0))
     return max(least, before.seconds(hardware) + computing)
+
+
+def readable_ahead(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> float:
+    """Bytes that the drives could read in backward while they would have nothing to do."""
+    _, backward, _ = _parts(model, placement)
+    idle = backward.seconds(hardware) - backward.on_drives().seconds(hardware)
+    return max(idle, 0.0) * hardware.read_bytes_per_s
 
 
 def least_computing(model: ModelProfile, hardware: HardwareSpec) -> float:

@@ -25,6 +25,12 @@ class Builder:
         """Whether a slab of the pool is free."""
         return self.free[pool] > 0
 
+    def find(self, pool: str, lease: str) -> None:
+        """Count a lease that the list begins with, where an operation first uses it."""
+        invariant(self.free[pool] > 0, f"lowering found a slab of {pool} that cannot be there")
+        self.free[pool] -= 1
+        self.held[lease] = pool
+
     def add(
         self,
         kind: str,

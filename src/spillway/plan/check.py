@@ -16,13 +16,26 @@ def check(plan: Plan) -> None:
     """Raise InvariantError, naming the operation, unless every list of the plan can run to their end."""
     pools = {pool.name: pool for pool in plan.pools}
     for ops in plan.lists:
-        check_ops(ops, pools)
+        if ops is plan.ops or ops is plan.cold_ops:
+            check_ops(ops, pools, plan.kept if ops is plan.ops else (), plan.kept)
+        else:
+            check_ops(ops, pools)
 
 
-def check_ops(ops: tuple[Op, ...], pools: dict[str, Pool]) -> None:
-    """Acyclic, every lease taken once and given back, and feasible one operation at a time."""
+def check_ops(
+    ops: tuple[Op, ...],
+    pools: dict[str, Pool],
+    found: tuple[tuple[str, str], ...] = (),
+    kept: tuple[tuple[str, str], ...] = (),
+) -> None:
+    """Acyclic, every lease taken once and given back, and feasible one operation at a time. `found`: leases that the
+    list begins with, and their pools; `kept`: those that it takes last and leaves to the next list."""
     free = {name: pool.count for name, pool in pools.items()}
-    held: dict[str, str] = {}
+    held = {lease: pool for pool, lease in found}
+    for pool in held.values():
+        free[pool] -= 1
+    invariant(min(free.values(), default=0) >= 0, "more slabs are found than there are")
+    left = dict.fromkeys(lease for _, lease in kept)
     used: set[str] = set()
     for position, op in enumerate(ops):
         if op.id != position:
@@ -34,7 +47,7 @@ def check_ops(ops: tuple[Op, ...], pools: dict[str, Pool]) -> None:
         if op.amount < 0:
             _refuse(position, op, "has a negative amount")
         for pool, lease in op.take:
-            if lease in used:
+            if lease in held or (lease in used and lease not in left):
                 _refuse(position, op, f"takes the lease {lease} a second time")
             if free.get(pool, 0) <= 0:
                 _refuse(position, op, f"finds no free slab in {pool}")
@@ -48,7 +61,7 @@ def check_ops(ops: tuple[Op, ...], pools: dict[str, Pool]) -> None:
             if lease not in held:
                 _refuse(position, op, f"gives back the lease {lease}, which nobody holds")
             free[held.pop(lease)] += 1
-    invariant(not held, f"the leases {sorted(held)} are never given back")
+    invariant(held.keys() == left.keys(), f"the leases {sorted(held.keys() ^ left.keys())} are never given back")
 
 
 _PLACES = ("", HOME, WRITTEN)

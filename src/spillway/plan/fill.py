@@ -6,7 +6,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from spillway.plan.bounds import is_held_up_by_recomputing, lower_bound
+from spillway.plan.bounds import is_held_up_by_recomputing, lower_bound, readable_ahead
 from spillway.plan.candidates import Candidate, Candidates, Change, with_part
 from spillway.plan.swap import EVERYTHING, Output, best_amount, with_outputs
 from spillway.spec.plan import Kept, Placement, UnitPlacement
@@ -124,6 +124,22 @@ class Filler:
             else:
                 high = middle
         return candidate
+
+    def with_read_ahead(self, candidate: Candidate, share: float) -> Candidate:
+        """With slabs of states filled in backward, for updates in the next forward: so large a share of those that the
+        drives have time for, and one less than there are, which is left to make them in another order. The same
+        candidate where not all updates are made there."""
+        placement = candidate.placement
+        state = next((pool for pool in candidate.pools if pool.name == "state"), None)
+        if state is None:
+            return candidate
+        room = readable_ahead(self._model, placement, self._hardware)
+        ahead = min(int(share * room / state.slab_bytes), state.count - 1)
+        if placement.update != "deferred" or placement.accumulation > 1 or placement.in_turn or not ahead:
+            return candidate
+        if any(where.grads == "disk" for where in placement.units):  # which are read with the states
+            return candidate
+        return self._candidates.of(replace(placement, ahead=ahead), *_late_and_visiting(placement))
 
     def with_streams(self, candidate: Candidate) -> Candidate:
         """With as many micro-batches side by side as the device's memory that is left has room for. A CPU computes each

@@ -54,9 +54,15 @@ class Lowering:
         for position, use in enumerate(self._uses[turn:], start=turn):
             self._fetch_ahead(position)
             self._emit_backward(position, use)
+            self._updates.read_ahead((position + 1 - turn) / (len(self._uses) - turn))
         self._emit_residents()
         self._updates.end()
         return tuple(self._build.ops)
+
+    @property
+    def kept(self) -> tuple[tuple[str, str], ...]:
+        """The leases that the list leaves to the next one, with their pools."""
+        return self._updates.kept
 
     def flush(self) -> tuple[Op, ...]:
         """The updates that are due, by themselves."""
@@ -261,7 +267,8 @@ class _Lists:
     def step(self) -> Plan:
         now = self._trained - self._deferring if self._placement.overlaps else frozenset()
         if self._placement.accumulation == 1:
-            return Plan(self._placement, self._pools, self._round(Round(True, self._deferring, now)).run())
+            whole = self._round(Round(True, self._deferring, now, self._placement.ahead > 0))
+            return Plan(self._placement, self._pools, whole.run(), kept=whole.kept)
         end, more = self._round(Round(True, now=now)).run(), self._round(Round(False)).run()
         begin = self._round(Round(False, self._deferring)).run() if self._deferring else ()
         return Plan(self._placement, self._pools, end, more, begin)
@@ -269,7 +276,8 @@ class _Lists:
     def all(self, step: Plan) -> Plan:
         if not self._placement.speculates:
             due = self._round(Round(False, self._deferring)).flush() if self._deferring else ()
-            return replace(step, flush_ops=due)
+            cold = self._round(Round(True, self._deferring)).run() if step.kept else ()
+            return replace(step, flush_ops=due, cold_ops=cold)
         several = self._placement.accumulation > 1
         return replace(
             step,

@@ -30,6 +30,7 @@ class Policy:
     state_slabs: int = 4
     strides: bool = True  # some updates may run on the device, of states that rest elsewhere
     visits: bool = False  # all of them do
+    reads_ahead: bool = False  # of states, for updates in the next forward
     streams: int = 1  # micro-batches side by side, at most
     in_turn: bool = False  # transfers and compute one after another
     sees_disk: bool = True  # traffic of the drives counts when activations are chosen
@@ -51,7 +52,8 @@ def _zero(name: str, source: str, weights: str, states: str, grads: str, inputs:
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("auto", "Spillway", window=1024, state_slabs=64, streams=_STREAMS),
+        Policy("auto", "Spillway", window=1024, state_slabs=64, reads_ahead=True,
+               streams=_STREAMS),
         _zero("zero-offload", "LoHan V-A: states in host memory, inputs of blocks swapped there, update after backward",
               "host", "host", "host", "host"),
         _zero("zero-infinity", "LoHan III-B, Fuyou 2.2: states on disk, inputs of blocks in host memory only",

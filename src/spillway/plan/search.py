@@ -43,6 +43,11 @@ _NEAR = 1.06
 _FINALISTS = 2
 _MOST_FINALISTS = 4
 _FINAL_OPS = 8_000
+_AHEAD_SHARES = (
+    2.0,
+    1.0,
+    0.5,
+)  # of the states that drives have time to read in backward, for updates in the next forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +194,7 @@ class _Search:
             whole = self._time_whole(self._with_more_slabs(self._with_wider_window(found)))
             if best is None or whole.seconds < best.seconds:
                 best = whole
-        return self._with_streams(required(best, "a search without finalists"))
+        return self._with_streams(self._with_read_ahead(required(best, "a search without finalists")))
 
     def _finalists(self) -> list[_Timed]:
         best = self._find()
@@ -219,6 +224,15 @@ class _Search:
             if place.update != best.candidate.placement.update and self._bound_of(place) < least:
                 fastest = min(fastest, self._time(found), key=_seconds)
         return fastest if fastest.seconds <= best.seconds else best
+
+    def _with_read_ahead(self, best: _Timed) -> _Timed:
+        """That plan with states for the next forward read in backward, where that makes the step faster."""
+        if not self._space.policy.reads_ahead or not self._model.calls:
+            return best
+        ways = {share: self._filler.with_read_ahead(best.candidate, share) for share in _AHEAD_SHARES}
+        different = {way.placement: way for way in ways.values() if way is not best.candidate}
+        found = min(map(self._simulate, different.values()), key=_seconds, default=best)
+        return found if _CLOSE * found.seconds < best.seconds else best
 
     def _with_streams(self, best: _Timed) -> _Timed:
         """That plan with as many micro-batches side by side as the memory that is left has room for (STRONGHOLD). The

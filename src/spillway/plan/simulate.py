@@ -75,6 +75,8 @@ class _Simulation:
                 self._turns.setdefault(number, []).append((pool, turns[pool]))
                 turns[pool] += 1
                 self._pool_of[lease] = pool
+        for lease in _found(ops):
+            self._free[self._pool_of[lease]] -= 1
 
     def run(self) -> None:
         ops, waits, alone, queues = self._ops, self._waits, self._alone, self._queues
@@ -144,6 +146,16 @@ class _Simulation:
             at_work = sum(other in _CORES for other in running)
             return 2 * self._hardware.cores_together / at_work if at_work > 1 else 1.0
         return 1.0
+
+
+def _found(ops: tuple[Op, ...]) -> list[str]:
+    """The leases that a list begins with: it gives them before it takes them."""
+    taken: set[str] = set()
+    found = []
+    for op in ops:
+        taken.update(lease for _, lease in op.take)
+        found += [lease for lease in op.give if lease not in taken]
+    return found
 
 
 def step_seconds(plan: Plan, hardware: HardwareSpec, wary: bool = False) -> tuple[float, str]:

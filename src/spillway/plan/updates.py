@@ -20,6 +20,7 @@ class Round:
     ends: bool
     due: frozenset[int] = frozenset()
     now: frozenset[int] = frozenset()
+    is_warm: bool = False  # the states of its first updates were read by the list before (Placement.ahead)
 
 
 @dataclass(slots=True)
@@ -48,6 +49,10 @@ class Updates:
         self._grad_landed: dict[int, int] = {}
         self._committed: int | None = None  # of the step before
         self._written: int | None = None  # the last write of an update
+        # What the list before reads ahead, if it does: of the first updates that are due, in their order.
+        self._ahead: list[tuple[int, int, int, float, str]] = []
+        self._put_away: dict[str, int] = {}  # lease of a late update -> the write of what it holds
+        self._next_ahead = 0
 
     # Updates of the step before #
 
@@ -93,6 +98,22 @@ class Updates:
     def newest(self, unit: int) -> str:
         """Which of its places on disk they are fetched from."""
         return WRITTEN if self._round.due else HOME
+
+    def read_ahead(self, share: float) -> None:
+        """So large a share of the states that the first updates of the next list need, which finds them in their
+        slabs."""
+        while self._next_ahead < share * len(self._ahead):
+            unit, start, stop, amount, lease = self._ahead[self._next_ahead]
+            put_away, take = self._put_away[lease], (("state", lease),)
+            self._build.add(
+                "READ", "read", unit, "state", amount, [put_away], take, (), WRITTEN, lease, -1, start, stop
+            )
+            self._next_ahead += 1
+
+    @property
+    def kept(self) -> tuple[tuple[str, str], ...]:
+        """The leases that the list leaves to the next one, with their pools."""
+        return tuple(("state", lease) for *_, lease in self._ahead[: self._next_ahead])
 
     # Gradients of this round #
 
@@ -185,7 +206,13 @@ class Updates:
             if self._plan.update == "overlap-naive":
                 deps.append(self._written)
             amount, take = share * read_bytes, (("state", lease),)
-            fetched = add("READ", "read", unit, "state", amount, deps, take, (), HOME, place)
+            is_ahead = late and len(self._ahead) < self._plan.ahead
+            if is_ahead:
+                self._ahead.append((unit, start, stop, amount, lease))
+            if is_ahead and self._round.is_warm:
+                self._build.find("state", lease)
+            else:
+                fetched = add("READ", "read", unit, "state", amount, deps, take, (), HOME, place)
         handed, after = () if staged else give, [fetched, ready]
         if where.visits:
             updated = self._visit(unit, start, stop, after, handed, grads, place, late)
@@ -201,7 +228,7 @@ class Updates:
             return updated
         deps = [updated, slot.upload if slot is not None else None]
         written = add("WRITE", "write", unit, "state", share * write_bytes, deps, (), (lease, *give), place, HOME)
-        self._written = written
+        self._written = self._put_away[lease] = written
         self._ends.append(written)
         return updated if where.weights == "host" else written
 

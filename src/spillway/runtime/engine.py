@@ -96,13 +96,19 @@ class Engine:
         self.store.close()
 
     def start(self, ops: tuple[Op, ...], step: StepState) -> None:
-        """Begin a list."""
+        """Begin a list; a step that does not find what the one before should have left to it, without that."""
+        plan = self.in_force.plan
+        leases = [lease for _, lease in plan.kept]
+        if ops is plan.ops and not self.pools.holds(leases):
+            ops = plan.cold_ops
+        finds = leases if ops is plan.ops else []
+        keeps = leases if ops is plan.ops or ops is plan.cold_ops else []
         self.worker.pools, self.worker.step = self.store.pools, step
         begun = self.device.mark()
         self.pools.fence(begun)
         if step.late is not None:  # may change what rests on the device, which a forward before may still be reading
             self.device.settle([begun])
-        self.executor.start(ops, self.pools)
+        self.executor.start(ops, self.pools, finds, keeps)
 
     @property
     def executor(self) -> Executor:

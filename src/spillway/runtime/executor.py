@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from spillway.runtime.device import Device
@@ -64,11 +64,14 @@ class Executor:
 
     # The caller's side #
 
-    def start(self, ops: tuple[Op, ...], pools: SlabPools) -> None:
-        """Begin a list; the one before must be finished or abandoned."""
+    def start(
+        self, ops: tuple[Op, ...], pools: SlabPools, finds: Collection[str] = (), keeps: Collection[str] = ()
+    ) -> None:
+        """Begin a list; the one before must be finished or abandoned. `finds` and `keeps`: leases that it begins with
+        and that it leaves to the next."""
         with self._changed:
             invariant(self.idle, "a step began before the last one was over")
-            pools.start(ops)
+            pools.start(ops, finds, keeps)
             self._pools = pools
             self._ops = ops
             self._done = [False] * len(ops)
@@ -89,6 +92,10 @@ class Executor:
     def idle(self) -> bool:
         """Whether no list is under way."""
         return self._running == 0 and self._next_compute == len(self._compute)
+
+    def runs(self, ops: tuple[Op, ...]) -> bool:
+        """Whether this is the list under way, or the last one."""
+        return self._ops is ops
 
     def late_commit(self) -> Op | None:
         """The COMMIT of the step before, where that is in this list."""
@@ -181,7 +188,7 @@ class Executor:
             self._changed.wait_for(lambda: self._running == 0)
             self._next_compute = len(self._compute)
             if self._pools is not None:
-                self._pools.abandon()
+                self._pools.abandon(self._device.mark())
 
     def forget_pools(self) -> None:
         """Let go of the slabs of the last list."""

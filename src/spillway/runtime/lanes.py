@@ -11,7 +11,7 @@ from spillway.optim.update import Hyper, StateRange, laid_in, sum_squares, updat
 from spillway.runtime.device import Device
 from spillway.runtime.held import Outgoing
 from spillway.spec.errors import NonFinite, required
-from spillway.spec.plan import HOME, Op
+from spillway.spec.plan import HOME, WRITTEN, Op
 from spillway.store.arena import SlabPools
 from spillway.store.disk import Extent
 from spillway.store.homes import Homes, SlabRange, UnitHome
@@ -220,7 +220,7 @@ class LaneWorker:
 
     def _read_state(self, op: Op, home: UnitHome) -> None:
         part = SlabRange(home, op.start, op.stop)
-        moves = part.reads(self._buffer(op.target))
+        moves = part.reads(self._buffer(op.target), newest=op.source == WRITTEN)
         if self._skips(op):  # its weights may be fetched this way all the same
             moves = part.weight_reads(self._buffer(op.target))
         self._homes.need_disk().read_all(self._homes.read_engine, moves)

@@ -123,6 +123,7 @@ class Placement:
     grad_slots: int = 2  # so that a download overlaps the next backward; 1 where there is no room
     keep: KeepPoints = LAST_POINT
     streams: int = 1  # micro-batches of a call that the device computes side by side
+    ahead: int = 0  # subgroups whose states are read in backward, for their updates in the next forward
 
     @property
     def overlaps(self) -> bool:
@@ -167,8 +168,9 @@ class Plan:
     without accumulation). Deferred updates belong to the next step's forward: they stand in `ops`, or with accumulation
     in `begin_ops`, the first forward and backward of several; `flush_ops` are they alone, for when no forward follows.
     Where updates are speculative, `wary_ops` ends a step that leaves all of them to the next, and with accumulation
-    `wary_begin_ops` begins the next. Lists run in their order per lane; leases of a pool are granted in list order (see
-    plan.check).
+    `wary_begin_ops` begins the next. Where states are read ahead, `ops` begins with leases that it also leaves to the
+    next list (`kept`, with their pools), and `cold_ops` begins without them. Lists run in their order per lane; leases
+    of a pool are granted in list order (see plan.check).
     """
 
     placement: Placement
@@ -179,6 +181,8 @@ class Plan:
     wary_ops: tuple[Op, ...] = ()
     wary_begin_ops: tuple[Op, ...] = ()
     flush_ops: tuple[Op, ...] = ()
+    cold_ops: tuple[Op, ...] = ()
+    kept: tuple[tuple[str, str], ...] = ()
     peaks: TierPeaks = TierPeaks(0, 0, 0)
     step_seconds: float = 0.0
     wary_step_seconds: float = 0.0  # of a wary step, where there are any
@@ -188,7 +192,8 @@ class Plan:
     @property
     def lists(self) -> tuple[tuple[Op, ...], ...]:
         """Every list that runs by itself."""
-        return self.ops, self.accumulate_ops, self.begin_ops, self.wary_ops, self.wary_begin_ops, self.flush_ops
+        begin, wary_begin = self.begin_ops, self.wary_begin_ops
+        return self.ops, self.accumulate_ops, begin, self.wary_ops, wary_begin, self.flush_ops, self.cold_ops
 
     def round_ops(self, is_first: bool, is_last: bool, wary: bool = False) -> tuple[Op, ...]:
         """What runs at a forward and backward of an optimizer step, that guesses at the norm or is wary."""

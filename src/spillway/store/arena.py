@@ -2,6 +2,7 @@
 
 import mmap
 import threading
+from collections.abc import Collection
 
 import torch
 
@@ -63,19 +64,33 @@ class SlabPools:
     what makes plans free of deadlock (see plan.check). A device slab carries the event after which it may be reused."""
 
     def __init__(self, pools: tuple[Pool, ...], buffers: dict[str, list[torch.Tensor]]) -> None:
-        self._free: dict[str, list[tuple[torch.Tensor, object]]] = {
-            pool.name: [(buffer, None) for buffer in buffers[pool.name]] for pool in pools
+        # With each the event that ends its last use, and that of the last work outside of lists.
+        self._free: dict[str, list[tuple[torch.Tensor, object, object]]] = {
+            pool.name: [(buffer, None, None) for buffer in buffers[pool.name]] for pool in pools
         }
         self._on_device = [pool.name for pool in pools if pool.tier == "device"]
         self._turns: dict[str, list[int]] = {}
         self._granted: dict[str, int] = {}
         self._leases: dict[str, tuple[str, torch.Tensor]] = {}
+        self._keeps: frozenset[str] = frozenset()  # leases that the list leaves to the next one
         self._lock = threading.Lock()
 
-    def start(self, ops: tuple[Op, ...]) -> None:
-        """Expect the leases of this list, in its order."""
+    def holds(self, leases: Collection[str]) -> bool:
+        """Whether the list before has left all of these."""
         with self._lock:
-            invariant(not self._leases, f"leases {sorted(self._leases)} outlived their step")
+            return all(lease in self._leases for lease in leases)
+
+    def start(self, ops: tuple[Op, ...], finds: Collection[str] = (), keeps: Collection[str] = ()) -> None:
+        """Expect the leases of this list, in its order. `finds`: those of the list before that it begins with, all
+        others are free again; `keeps`: those that it leaves to the next one."""
+        with self._lock:
+            outlived = self._leases.keys() - self._keeps
+            invariant(not outlived, f"leases {sorted(outlived)} outlived their step")
+            invariant(self._leases.keys() >= set(finds), "a list begins without what the one before should have left")
+            for lease in self._leases.keys() - set(finds):
+                pool, buffer = self._leases.pop(lease)
+                self._free[pool].append((buffer, None, None))
+            self._keeps = frozenset(keeps)
             self._turns = {name: [] for name in self._free}
             self._granted = dict.fromkeys(self._free, 0)
             for op in ops:
@@ -86,7 +101,7 @@ class SlabPools:
         """Device slabs may not be touched before this event: work outside the list may still use them."""
         with self._lock:
             for pool in self._on_device:
-                self._free[pool] = [(buffer, event) for buffer, _ in self._free[pool]]
+                self._free[pool] = [(buffer, last, event) for buffer, last, _ in self._free[pool]]
 
     def try_take(self, op: Op) -> list[object] | None:
         """Lease every slab the operation takes, or none. The events to wait for before the slabs are touched."""
@@ -94,12 +109,12 @@ class SlabPools:
             for pool, _ in op.take:
                 if self._turns[pool][self._granted[pool]] != op.id or not self._free[pool]:
                     return None
-            events = []
+            events: list[object] = []
             for pool, lease in op.take:
-                buffer, event = self._free[pool].pop(0)  # the one whose event passes first
+                buffer, *ends = self._free[pool].pop(0)  # the one whose events pass first
                 self._granted[pool] += 1
                 self._leases[lease] = (pool, buffer)
-                events.append(event)
+                events += ends
             return [event for event in events if event is not None]
 
     def buffer(self, lease: str) -> torch.Tensor:
@@ -112,11 +127,11 @@ class SlabPools:
         with self._lock:
             for lease in op.give:
                 pool, buffer = self._leases.pop(lease)
-                self._free[pool].append((buffer, event))
+                self._free[pool].append((buffer, event, None))
 
-    def abandon(self) -> None:
-        """Take every lease back: the step was given up."""
+    def abandon(self, event: object) -> None:
+        """Take every lease back: the step was given up. `event`: when the work of it on the device is over."""
         with self._lock:
             for pool, buffer in self._leases.values():
-                self._free[pool].append((buffer, None))
+                self._free[pool].append((buffer, event, None))
             self._leases.clear()

@@ -89,11 +89,13 @@ class SlabRange:
         """Whether an update writes anything: more than its gradient passed through the slab."""
         return any(name != "grad" for name in self._places)
 
-    def reads(self, slab: torch.Tensor) -> list[tuple[Extent, torch.Tensor]]:
-        """What to read from disk, and where to in the slab."""
+    def reads(self, slab: torch.Tensor, newest: bool = False) -> list[tuple[Extent, torch.Tensor]]:
+        """What to read from disk, and where to in the slab: as it was committed last, or, `newest`, written last."""
         home, moves = self._home, []
+        written = home.written if newest else None  # a commit on another lane may make it the current one meanwhile
+        index = home.current if written is None else written
         for name, (at, size) in self._places.items():
-            base = home.spill if name == "grad" else home.extents[home.current]
+            base = home.spill if name == "grad" else home.extents[index]
             moves.append((self._extent(name, required(base, f"{name} has no place on disk")), slab[at : at + size]))
         return moves
 

@@ -118,7 +118,7 @@ class Telling:
         plan = engine.in_force.plan
         ops = plan.wary_ops if result.wary else plan.ops
         was_flushed = engine.step.late is None and any(op.late for op in ops)
-        if was_flushed or len(self._progress.seconds) < _LOOKED_AT:
+        if was_flushed or not engine.executor.runs(ops) or len(self._progress.seconds) < _LOOKED_AT:
             return
         self._telling_steps.append((ops, plan.pools, result.traces[-1]))
         if not self._refined_step:

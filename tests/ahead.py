@@ -1,0 +1,19 @@
+"""States that are read in backward for the updates of the next forward, whether that makes the step faster or not."""
+
+import pytest
+
+from spillway.plan import fill
+from spillway.plan.search import _Search, _Timed
+
+
+def read_ahead_always(patch: pytest.MonkeyPatch) -> None:
+    def always(search: _Search, best: _Timed) -> _Timed:
+        candidate = search._filler.with_read_ahead(best.candidate, 1.0)
+        return best if candidate is best.candidate else search._simulate(candidate)
+
+    patch.setattr(fill, "readable_ahead", lambda *_: 1e18)
+    patch.setattr(_Search, "_with_read_ahead", always)
+
+
+def read_ahead_never(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Search, "_with_read_ahead", lambda _, best: best)
