@@ -84,3 +84,35 @@ def test_without_a_batch_to_show_them_they_are_refused(tmp_path: Path) -> None:
     with torch.no_grad(), pytest.raises(UsageError, match=r"positions\.weight.*example="):
         model(**batches(1)[0])
     close(model)
+
+
+class Probe(nn.Module):
+    """All that is trained is a parameter that the model's own forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8).requires_grad_(False) for _ in range(3))
+        self.head = nn.Parameter(torch.randn(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return (x @ self.head).square().mean()
+
+
+def test_they_are_trained_where_nothing_else_is(tmp_path: Path) -> None:
+    plain = Probe()
+    model = copy.deepcopy(plain)
+    given = [{"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))} for seed in range(3)]
+    train(model, tmp_path, given)
+    reference.train(plain, [[batch] for batch in given], LR, 1.0)
+    assert_alike(model, plain)
+
+
+def test_a_hook_on_their_gradient_is_refused(tmp_path: Path) -> None:
+    model, _ = spillway.prepare(Probe(), spillway.AdamW(lr=LR), store=tmp_path, device="cpu")
+    model.head.register_hook(torch.zeros_like)
+    with pytest.raises(UsageError, match="was given a hook on its gradient"):
+        model(x=torch.randn(4, 8))
+    close(model)

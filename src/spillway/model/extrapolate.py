@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from spillway.model.layouts import order_of
 from spillway.model.profile import CallRecord, CallShape
 from spillway.model.work import Work
 from spillway.spec.errors import UsageError
@@ -29,7 +30,7 @@ def _of_rows(few: CallRecord, one_more: CallRecord, have: int, rows: int, known:
             if id(tensor) not in known:  # one that several calls share is shared again
                 sizes = zip(tensor.shape, grown[place].shape, strict=True)
                 size = [have_size + (more - have_size) * (rows - have) for have_size, more in sizes]
-                known[id(tensor)] = torch.empty(size, dtype=tensor.dtype, device="meta")
+                known[id(tensor)] = torch.empty_permuted(size, order_of(tensor), dtype=tensor.dtype, device="meta")
                 known[id(tensor)].requires_grad_(tensor.requires_grad)
         return {place: known[id(tensor)] for place, tensor in tensors.items()}
 

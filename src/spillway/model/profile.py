@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spillway.model.alike import AlikeCalls, given_by
+from spillway.model.layouts import Order, is_plain, order_of
 from spillway.model.operators import OperatorTally, storage_of
 from spillway.model.units import Unit
 from spillway.model.work import Work
@@ -82,6 +83,7 @@ class CallShape:
     acts: tuple[int, ...]  # inputs that the activation store keeps for backward
     inputs: frozenset[int]  # all of them
     differentiated: bool = True
+    orders: tuple[tuple[int, Order], ...] = ()  # of the dimensions of cut outputs in memory, where they are permuted
 
 
 @dataclass(slots=True)
@@ -293,7 +295,11 @@ def _shape_of(
     if not cut_inputs or not _is_cut_cleanly(call, grown, cut_inputs, cut_outputs):
         return whole
     chunks = -(-rows // micro_batch)
-    return CallShape(call.unit, call.member, call.kind, chunks, micro_batch, cut_inputs, cut_outputs, acts, inputs)
+    permuted = ((place, order_of(call.outputs[place])) for place in sorted(cut_outputs))
+    orders = tuple((place, order) for place, order in permuted if not is_plain(order))
+    return CallShape(
+        call.unit, call.member, call.kind, chunks, micro_batch, cut_inputs, cut_outputs, acts, inputs, orders=orders
+    )
 
 
 def _is_cut_cleanly(

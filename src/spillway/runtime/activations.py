@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from spillway.model.layouts import Order, inverse, order_of
 from spillway.plan.pools import stored_bytes
 from spillway.runtime.calls import FlatCall
 from spillway.runtime.graph import Graph
@@ -19,8 +20,9 @@ class StoredInput:
     """An input of a call that waits for backward in the activation store, so many bytes from the start of its slab."""
 
     at: int
-    shape: torch.Size
+    shape: torch.Size  # as it lies there
     dtype: torch.dtype
+    order: Order  # of its dimensions there
 
 
 class Activations:
@@ -64,6 +66,10 @@ class Activations:
         """The slab that what was kept of a call has come back to; None where it never left."""
         return self._slab(index) if self._moves(index) else None
 
+    def lent(self, index: int) -> list[torch.Tensor]:
+        """The slab of a call whose backward is under way, where it has one."""
+        return [self._slab(index)] if self._moves(index) and self._pools.holds([_slot_lease(index)]) else []
+
     def new_tape(self, index: int, call: FlatCall) -> Tape | None:
         """What takes outputs of operators in the forward of a call; None where none are kept."""
         kept = self._kept(index)
@@ -80,8 +86,10 @@ class Activations:
         kept: list[Held | StoredInput] = []
         for hole, tensor in zip(call.holes, tensors, strict=True):
             held = Held.of(tensor)
-            at = outgoing.put(tensor.detach().contiguous(), [held]) if hole in acts else None
-            kept.append(held if at is None else StoredInput(at, tensor.shape, tensor.dtype))
+            order = order_of(tensor)
+            lying = tensor.detach().permute(order).contiguous()
+            at = outgoing.put(lying, [held]) if hole in acts else None
+            kept.append(held if at is None else StoredInput(at, lying.shape, tensor.dtype, order))
         if tape is not None:
             tape.release(outgoing)
         if outgoing.moves:
@@ -101,7 +109,8 @@ class Activations:
                 tensors.append(item.unchanged(call.name))
                 continue
             stop = item.at + item.shape.numel() * item.dtype.itemsize
-            tensors.append(self._slab(index)[item.at : stop].view(item.dtype).view(item.shape))
+            lying = self._slab(index)[item.at : stop].view(item.dtype).view(item.shape)
+            tensors.append(lying.permute(inverse(item.order)))
         return tensors
 
     def _kept(self, index: int) -> Kept:
@@ -114,4 +123,8 @@ class Activations:
         return Outgoing(name, stored_bytes(self._schedule.profile.calls[index], self._kept(index)))
 
     def _slab(self, index: int) -> torch.Tensor:
-        return self._pools.buffer(f"as{index}")
+        return self._pools.buffer(_slot_lease(index))
+
+
+def _slot_lease(index: int) -> str:
+    return f"as{index}"

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import is_
@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from spillway.model.layouts import Order
 from spillway.model.profile import CallShape, UnitCall, changed_in_place, refuse_hidden_results
 from spillway.runtime.device import Device
 from spillway.runtime.graph import Graph, Like, Root, bypass
@@ -74,12 +75,22 @@ def _refuse_fakes(call: FlatCall, tensors: list[Any]) -> None:
 def _refuse_hidden(call: FlatCall) -> None:
     """Raise UsageError for an argument with tensors that nobody finds: their gradients would go past the unit."""
     for leaf in call.leaves:
-        held = getattr(leaf, "__dict__", {}).values()
-        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in held):
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in _held_by(leaf)):
             raise UsageError(
                 f"{call.name} was given a {type(leaf).__name__} that holds tensors with gradients: hand them over by "
                 f"themselves or in a tuple or dict, or make its class known with torch.utils._pytree.register_dataclass"
             )
+
+
+def _held_by(leaf: Any) -> list[Any]:
+    """What an object has in its attributes, and in itself where it is of a class derived from a collection's."""
+    slots = {name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())}
+    found = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in slots)]
+    if isinstance(leaf, dict):
+        found += leaf.values()
+    elif isinstance(leaf, (list, tuple, set, frozenset)):
+        found += leaf
+    return found
 
 
 def _refuse_written(call: FlatCall, before: list[Any], arguments: Any) -> None:
@@ -253,12 +264,12 @@ def _settled(output: Any, inputs: list[torch.Tensor], slot: torch.Tensor) -> Any
     for index, tensor in enumerate(inputs):
         if output is tensor:
             return PassedThrough(index)
-    return own_copy(output.detach(), slot) if isinstance(output, torch.Tensor) else output
+    return own_copy(output.detach(), [slot]) if isinstance(output, torch.Tensor) else output
 
 
-def own_copy(output: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """A tensor that stays as it is when the slot serves another unit."""
-    shares = address_of(output) == address_of(slot)
+def own_copy(output: torch.Tensor, passing: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor that stays as it is when this memory serves another unit."""
+    shares = address_of(output) in map(address_of, passing)
     return output.clone() if shares and output.numel() else output
 
 
@@ -273,10 +284,19 @@ def _put_together(parts: list[list[Any]], shape: CallShape) -> list[Any]:
                 total = total + part
             whole.append(total)
         elif is_tensor and place in shape.cut_outputs:
-            whole.append(torch.cat(column))
+            whole.append(_joined(column, dict(shape.orders).get(place)))
         else:
             whole.append(first)
     return whole
+
+
+def _joined(parts: Sequence[torch.Tensor], order: Order | None) -> torch.Tensor:
+    """The rows of all parts, in memory as the whole call would have laid them."""
+    if order is None:
+        return torch.cat(tuple(parts))
+    size = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    whole = torch.empty_permuted(size, order, dtype=parts[0].dtype, device=parts[0].device)
+    return torch.cat(tuple(parts), out=whole)
 
 
 def run_backward(
@@ -353,8 +373,10 @@ class InputGradients:
                 self._rows(place, index).copy_(tensor.grad)
                 self._missing[place].discard(index)
                 self._found[place] = self._whole[place]
-            else:  # shared by all: they are computed one after another
-                self._found[place] = tensor.grad if before is None else before.add_(tensor.grad)
+            elif before is not None:  # shared by all: they are computed one after another
+                before.add_(tensor.grad)
+            else:  # which may be a view of a gradient that others still need: none is added to
+                self._found[place] = tensor.grad.clone() if self._shape.chunks > 1 else tensor.grad
 
     def all(self) -> list[torch.Tensor | None]:
         """Of every input; None where none was found."""

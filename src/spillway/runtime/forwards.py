@@ -187,7 +187,7 @@ class Forwards:
                 return call.run()
         with self._on_demand(call.unit) as (slot, _):
             result = call.run() if is_beside else self._call_real(self._profiler, call, slot)
-            return tree_map_only(torch.Tensor, lambda output: own_copy(output, slot), result)
+            return tree_map_only(torch.Tensor, lambda output: own_copy(output, [slot]), result)
 
     def _call_real(self, profiler: Profiler, call: UnitCall, slot: torch.Tensor) -> Any:
         unit = self._units[call.unit]

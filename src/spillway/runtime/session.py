@@ -83,6 +83,7 @@ class Session:
         self.step_number = 0  # of forwards; a backward belongs to the newest
         self._slots = {(id(slot.module), slot.attribute) for unit in units for slot in unit.slots}
         self._phase = Phase.NONE
+        self._is_whole = False  # the forward that is over gave something
         self._next_call = 0
         self._buffers = BufferGuard()
         self.forks = Forks(self._buffers)
@@ -123,7 +124,7 @@ class Session:
     def _at_rest(self) -> Iterator[None]:
         """Weights come to rest before any batch is known; those of residents are bound meanwhile."""
         self.engine.open(self.schedules.of((), {}))
-        bind_residents(self.units, self.forwards.residents, self.store.homes, with_grads=False)
+        bind_residents(self.units, self.forwards.residents, self.store.homes)
         try:
             yield
         finally:
@@ -149,13 +150,15 @@ class Session:
             return
         if self._phase is Phase.FORWARD and not _is_called_within(self.model):  # Ctrl-C ended one: no hook is told
             self.settle()
+        if self._phase is Phase.BACKWARD and torch._C._current_graph_task_id() < 0:  # it has failed
+            self.settle()
         if not self._in_step:
             self._begin_forward_only(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.forks.end(is_whole=self._phase is Phase.FORWARD and output is not None)
         if self._phase is Phase.FORWARD:
-            self._phase = Phase.FORWARD_OVER
+            self._phase, self._is_whole = Phase.FORWARD_OVER, output is not None
         if not torch.is_grad_enabled() and not self._in_step:
             if not self._experts.are_picked:
                 self.forward_only.end(is_whole=output is not None)
@@ -169,7 +172,8 @@ class Session:
             self.forwards.find_residents(self.forwards.batch(args, kwargs))
             self.open()
         self.come_to_rest()
-        bind_residents(self.units, self.forwards.residents, self.store.homes, with_grads=False)
+        self.rest.refuse_half_done()
+        bind_residents(self.units, self.forwards.residents, self.store.homes)
         self._experts.begin(args, kwargs)
         if self.rounds.is_first and not self._experts.are_picked:
             schedule = self.engine.in_force
@@ -207,7 +211,9 @@ class Session:
             self._activations = Activations(schedule, self.engine.pools, step.acts)
         self._await_residents()
         self.forks.begin(schedule)
-        self._resident_sums = bind_residents(self.units, self.forwards.residents, self.store.homes, with_grads=True)
+        self._resident_sums = bind_residents(
+            self.units, self.forwards.residents, self.store.homes, self._begin_backward
+        )
 
     def _refuse_added(self) -> None:
         """Raise UsageError for a parameter that came into the model since: nobody would train or save it."""
@@ -223,9 +229,10 @@ class Session:
         """Raise UsageError where the user froze, freed, replaced or hooked a parameter since: nothing would come of
         it."""
         for index, unit in enumerate(self.units):
-            for slot in unit.slots if index not in self.forwards.residents else ():
+            is_resident = index in self.forwards.residents  # whose parameters are others while a forward is evaluated
+            for slot in unit.slots:
                 known = self.placeholders[slot.name]
-                if slot.module._parameters.get(slot.attribute) is not known:
+                if not is_resident and slot.module._parameters.get(slot.attribute) is not known:
                     raise UsageError(
                         f"{slot.name} was replaced by another parameter after prepare, which has laid out what is "
                         f"trained: change it before"
@@ -296,7 +303,7 @@ class Session:
             with self._on_demand(call.unit) if op is None else self.engine.computing(op) as opened:
                 slot = opened[0]
                 result = run_in_pieces(call) if call.kind == "LOSS" else call.run()
-                return tree_map_only(torch.Tensor, lambda output: own_copy(output, slot), result)
+                return tree_map_only(torch.Tensor, lambda output: own_copy(output, [slot]), result)
         if not self._in_step:
             raise UsageError(
                 f"{call.member or 'a unit'} was called by itself with gradients enabled: only calls within the forward "
@@ -328,6 +335,7 @@ class Session:
             self.open()
         if not self._in_step or not self.rest.is_up_to_date(self._phase is Phase.FORWARD):
             self.come_to_rest()
+            self.rest.refuse_half_done()
         with self._experts.fetched(unit, self._in_step) as slot:
             views = weight_views(self.units[unit], slot)
             with bound(self.units[unit], views, self.placeholders):
@@ -364,12 +372,16 @@ class Session:
     @contextmanager
     def backward_of(self, index: int) -> Iterator[tuple[torch.Tensor, Gradients | None]]:
         """As `forward_of`, but with where gradients go; operations of calls autograd did not reach are passed over."""
-        if self._phase is not Phase.BACKWARD:
-            self._phase = Phase.BACKWARD
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._begin_backward()
         op = self.engine.upcoming_call(index, backward=True)
         with self.engine.computing(op) as (slot, _, gradients):
             yield slot, gradients
+
+    def _begin_backward(self, _: object = None) -> None:
+        """Backward has reached something that is trained: when it is over, so is this round of the step."""
+        if self._phase is not Phase.BACKWARD:
+            self._phase = Phase.BACKWARD
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def computed_again(self, index: int) -> AbstractContextManager[None]:
         """What the unit's modules keep is as it was when the call was computed first."""
@@ -413,7 +425,7 @@ class Session:
             )
         if rounds.is_first:
             return
-        if self._in_step and not self.engine.executor.has_failed:
+        if self._phase is Phase.FORWARD_OVER and self._is_whole and not self.engine.executor.has_failed:
             raise UsageError(
                 "optimizer.zero_grad() came between a forward and its backward, after other backwards of the step: "
                 "call it before the forward"

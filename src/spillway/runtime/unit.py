@@ -16,6 +16,7 @@ from spillway.runtime.calls import (
     FlatCall,
     PassedThrough,
     flatten_call,
+    own_copy,
     run_backward,
     run_forward,
     run_kept_backward,
@@ -182,6 +183,9 @@ class _UnitFunction(torch.autograd.Function):
                 tensors = session.activations.bring_inputs(index, call, kept, tape)
                 with session.computed_again(index):
                     found = run_backward(call, shape, tensors, needs_grad, list(grads), replay, tape, device, streams)
+            # Of what a Function saved and returns as a gradient, or of an input that came back: others lie there next.
+            passing = [slot, *session.activations.lent(index)]
+            found = [grad if grad is None else own_copy(grad, passing) for grad in found]
         ctx.step = None
         return (None, None, None, None, None, *found)
 

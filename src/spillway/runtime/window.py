@@ -1,6 +1,6 @@
 """Views of a unit's parameters and gradients in the slots it computes from."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -76,21 +76,28 @@ class Gradients:
 
 
 def bind_residents(
-    units: tuple[Unit, ...], residents: Iterable[int], homes: Homes, with_grads: bool
+    units: tuple[Unit, ...],
+    residents: Iterable[int],
+    homes: Homes,
+    on_gradient: Callable[[torch.Tensor], None] | None = None,
 ) -> list[GradientEdge]:
     """Parameters used outside of their units' calls are real parameters of the module tree, for a whole step. Their
-    gradients begin at zero, unless they are summed on the device over several backwards. Returns what sums them, to be
-    held meanwhile."""
+    gradients begin at zero, unless they are summed on the device over several backwards; `on_gradient` hears of each
+    in a backward, and without it there are none. Returns what sums them, to be held meanwhile."""
     sums: list[GradientEdge] = []
     for index in residents:
         unit, home = units[index], homes.units[index]
         if home.device_weight is None:
             continue
-        grads = home.device_grad if with_grads else None
+        grads = None if on_gradient is None else home.device_grad
         if grads is not None and not (home.where.states == "device" and home.has_grad):
             grads.zero_()
         params = _bind_params(unit, home.device_weight, grads)
-        sums += sums_of(params) if with_grads else []
+        if on_gradient is not None:
+            sums += sums_of(params)
+            for param in params:
+                if param.requires_grad:
+                    param.register_hook(on_gradient)
     return sums
 
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from spillway.model.binding import bound
 from spillway.model.fake_products import tell_grouped_products
+from spillway.model.layouts import order_of
 from spillway.model.profile import CallRecord, CallShape, UnitCall, tensors_by_place
 from spillway.model.units import Unit
 from spillway.model.work import SLACK, MeasuredWorks, Work, measure_work
@@ -53,7 +54,7 @@ class Works:
     def _kind(self, unit: int, kind: str, inputs: dict[int, torch.Tensor]) -> Hashable:
         """Equal for calls that take as much while they compute if their inputs are as large."""
         params = tuple((place.shape, place.dtype, place.trainable) for place in self._units[unit].layout.places)
-        given = ((place, tensor.dim(), tensor.dtype, tensor.requires_grad) for place, tensor in inputs.items())
+        given = ((place, order_of(tensor), tensor.dtype, tensor.requires_grad) for place, tensor in inputs.items())
         return params, kind, tuple(given)
 
     def _measure(self, call: CallRecord, shape: CallShape, residents: frozenset[int]) -> Work:
@@ -68,9 +69,8 @@ class Works:
             leaves, spec = tree_flatten((again.args, again.kwargs))
             for place, size in _cut_sizes(call, shape).items():
                 tensor = call.inputs[place]
-                leaves[place] = torch.empty(size, dtype=tensor.dtype, device=tensor.device).requires_grad_(
-                    tensor.requires_grad
-                )
+                like = torch.empty_permuted(size, order_of(tensor), dtype=tensor.dtype, device=tensor.device)
+                leaves[place] = like.requires_grad_(tensor.requires_grad)
             args, kwargs = tree_unflatten(leaves, spec)
             return measure_work(again.function, args, kwargs, list(params.values()), self._device_kind)
 
