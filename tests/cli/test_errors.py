@@ -281,7 +281,7 @@ def test_options_of_other_tools_lead_to_ours(flag: str, meant: str, capsys: pyte
 def test_a_model_that_looks_both_ways_is_no_causal_one(fail: Fail, data: Path, tmp_path: Path) -> None:
     from transformers import BertConfig, BertForMaskedLM
 
-    made = BertForMaskedLM(BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    made = BertForMaskedLM(BertConfig(vocab_size=512, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     made.save_pretrained(tmp_path / "bert")
     directories.make_tokenizer().save_pretrained(tmp_path / "bert")
     code, message = fail(tmp_path / "bert", data)
