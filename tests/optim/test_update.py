@@ -357,3 +357,23 @@ def test_an_average_that_moves_by_a_thousandth_a_step_still_moves() -> None:
         v = state.v.float() if state.scales is None else narrow.decode(state.v, state.scales[1::2], narrow.V)
         expected = 1e-6 * (1 - 0.999**2000)
         assert float(v.mean()) == pytest.approx(expected, rel=0.05), moments
+
+
+@pytest.mark.parametrize("bits", (16, 8))
+def test_gradients_that_fall_to_zero_beside_a_large_one_leave_no_large_steps(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their m outlives their v by decades: divided by the root of a zero it would move weights by hundreds of lr."""
+    generator = torch.Generator().manual_seed(6)
+    lr = 1e-3
+    for native_part in {native.available(), False}:
+        monkeypatch.setattr(native, "available", lambda there=native_part: there)
+        state = start(StateFormat("adamw", "8bit", bits), torch.zeros(4096))
+        worst = 0.0
+        for step in range(1, 81):
+            grad = torch.randn(4096, generator=generator) * 1e-5 if step <= 40 else torch.zeros(4096)
+            grad[::64] = 1.0
+            before = join_master(state.weight, state.low)
+            update.update_range(replace(state, grad=grad), Hyper(lr, 0.9, 0.999, 1e-8, 0.0, step), 1.0, 1)
+            worst = max(worst, float((join_master(state.weight, state.low) - before).abs().max()))
+        assert worst < 2.5 * lr, f"{worst / lr:.1f} lr"

@@ -76,6 +76,11 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, code: Code) -> torch.Tenso
     return _by_element(torch.where(byte > code.mask, -size, size))
 
 
+def least(scales: torch.Tensor, code: Code) -> torch.Tensor:
+    """The smallest number beside zero that a block can keep, float32, one for each of `scales`."""
+    return _as_float(scales.to(torch.int64).clamp(min=_LOWEST_SCALE) << 23) * (_as_float(torch.tensor(code.floor)) / 8)
+
+
 def encode(value: torch.Tensor, random: torch.Tensor, code: Code) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of float32 values, in whole blocks; `random`: 20 bits of each element."""
     blocks = value.view(-1, BLOCK)

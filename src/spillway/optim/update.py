@@ -189,7 +189,7 @@ def _update_block(part: StateRange, hyper: Hyper, grad_scale: float) -> None:
         m.lerp_(grad, 1 - hyper.beta1)
         v.mul_(hyper.beta2).addcmul_(grad, grad, value=1 - hyper.beta2)
         correction = math.sqrt(1 - hyper.beta2**hyper.step)
-        denominator = v.sqrt().div_(correction).add_(hyper.eps)
+        denominator = _divided_by(part, v, hyper.beta2).sqrt().div_(correction).add_(hyper.eps)
         master.addcdiv_(m, denominator, value=-hyper.lr / (1 - hyper.beta1**hyper.step))
         if random is not None:
             _store(part, part.v, v, 1, narrow.V, random.v)
@@ -231,6 +231,15 @@ def _load(part: StateRange, array: torch.Tensor | None, index: int, code: narrow
     if array.dtype is torch.uint8 and part.scales is not None:
         return narrow.decode(array, part.scales[index::2], code)
     return array if array.dtype is torch.float32 else array.float()
+
+
+def _divided_by(part: StateRange, v: torch.Tensor, beta2: float) -> torch.Tensor:
+    """The new v as AdamW divides by its root. What a block could only keep as zero is taken as the least that it keeps:
+    m is kept more finely, and what is left of it would be divided by next to nothing."""
+    if part.scales is None:
+        return v
+    least = narrow.least(part.scales[1::2], narrow.V) * beta2
+    return torch.maximum(v.view(-1, BLOCK), least[:, None]).flatten()
 
 
 def _store(
