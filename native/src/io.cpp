@@ -69,7 +69,7 @@ class ThreadEngine final : public Engine {
 
   int run(std::vector<Block>& blocks, uint64_t* failed) override {
     std::atomic<int> error{0};
-    pool_.run(blocks.size(), threads_, [&](uint64_t i) {
+    pool_->run(blocks.size(), threads_, [&](uint64_t i) {
       Block& block = blocks[i];
       while (error == 0 && block.done < block.bytes) {
         char* at = block.buffer + block.done;
@@ -86,7 +86,7 @@ class ThreadEngine final : public Engine {
 
  private:
   int threads_;
-  ThreadPool pool_;  // its own: the shared one serves the optimizer
+  std::unique_ptr<ThreadPool, ThreadPool::Ending> pool_{new ThreadPool};  // its own: the shared serves the optimizer
 };
 
 class RingEngine final : public Engine {
@@ -146,11 +146,12 @@ class RingEngine final : public Engine {
       }
       in_flight += queued;
       if (!enter(queued)) {
-        // The ring itself failed: buffers may still be in use by the kernel, and what completes later would be taken
-        // for blocks of another run. So there is none.
+        // The ring itself failed, and what completes later would be taken for blocks of another run. So there is none.
+        error = -errno;
         is_broken_ = true;
         *failed = 0;
-        return -errno;
+        settle(blocks, in_flight);
+        return error;
       }
       in_flight -= reap(blocks, again, &error, failed);
     }
@@ -180,6 +181,7 @@ class RingEngine final : public Engine {
     entries_ = mmap(nullptr, entries_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, IORING_OFF_SQES);
     if (rings_ == MAP_FAILED || entries_ == MAP_FAILED) return false;
     char* base = static_cast<char*>(rings_);
+    sq_head_ = reinterpret_cast<unsigned*>(base + params.sq_off.head);
     sq_tail_ = reinterpret_cast<unsigned*>(base + params.sq_off.tail);
     sq_mask_ = *reinterpret_cast<unsigned*>(base + params.sq_off.ring_mask);
     sq_array_ = reinterpret_cast<unsigned*>(base + params.sq_off.array);
@@ -187,7 +189,7 @@ class RingEngine final : public Engine {
     cq_tail_ = reinterpret_cast<unsigned*>(base + params.cq_off.tail);
     cq_mask_ = *reinterpret_cast<unsigned*>(base + params.cq_off.ring_mask);
     completions_ = reinterpret_cast<io_uring_cqe*>(base + params.cq_off.cqes);
-    return true;
+    return syscall(__NR_io_uring_enter, fd_, 0, 0, 0, nullptr, 0) == 0;  // it may be forbidden alone
   }
 
   void push(const Block& block, uint64_t index) {
@@ -233,6 +235,19 @@ class RingEngine final : public Engine {
     }
   }
 
+  // Returns when the kernel no longer uses the buffers of what it took, or does not say so for long.
+  void settle(std::vector<Block>& blocks, uint64_t in_flight) {
+    std::vector<uint64_t> again;
+    int error = 0;
+    uint64_t failed = 0;
+    for (int waits = 0; waits < 10'000; ++waits) {
+      in_flight -= reap(blocks, again, &error, &failed);
+      const unsigned not_taken = *sq_tail_ - __atomic_load_n(sq_head_, __ATOMIC_ACQUIRE);
+      if (in_flight <= not_taken) return;
+      usleep(1000);
+    }
+  }
+
   uint64_t reap(std::vector<Block>& blocks, std::vector<uint64_t>& again, int* error, uint64_t* failed) {
     unsigned head = *cq_head_;  // only this thread writes it
     const unsigned tail = __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE);
@@ -263,7 +278,7 @@ class RingEngine final : public Engine {
   void* rings_ = MAP_FAILED;
   void* entries_ = MAP_FAILED;
   size_t rings_bytes_ = 0, entries_bytes_ = 0;
-  unsigned *sq_tail_ = nullptr, *sq_array_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
+  unsigned *sq_head_ = nullptr, *sq_tail_ = nullptr, *sq_array_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
   io_uring_cqe* completions_ = nullptr;
 };
 

@@ -4,8 +4,14 @@
 
 // Never destroyed: its threads sleep until the process ends, whatever order the libraries are unloaded in.
 ThreadPool& ThreadPool::shared() {
-  static ThreadPool* pool = new ThreadPool;
-  return *pool;
+  static std::atomic<ThreadPool*> pool{nullptr};
+  ThreadPool* found = pool;
+  while (found == nullptr || found->is_of_parent()) {
+    ThreadPool* const made = new ThreadPool;
+    if (pool.compare_exchange_strong(found, made)) return *made;
+    delete made;
+  }
+  return *found;
 }
 
 ThreadPool::~ThreadPool() {
@@ -42,7 +48,7 @@ void ThreadPool::work() {
 }
 
 void ThreadPool::run(uint64_t count, int threads, const std::function<void(uint64_t)>& body) {
-  if (threads <= 1 || count <= 1) {
+  if (threads <= 1 || count <= 1 || is_of_parent()) {
     for (uint64_t i = 0; i < count; ++i) body(i);
     return;
   }

@@ -10,7 +10,7 @@ import functools
 import os
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -239,22 +239,27 @@ class DiskEngine:
 
     def close(self) -> None:
         """Give back threads or rings; the engine cannot be used afterwards."""
-        if self._library is not None and self._handle is not None:
-            self._library.spillway_io_close(self._handle)
-            self._handle = None
+        handle, self._handle = self._handle, None  # also where it is closed twice, from two threads or a signal
+        if self._library is not None and handle is not None:
+            self._library.spillway_io_close(handle)
         if self._threads is not None:
             self._threads.shutdown()
 
     def _run_plain(self, transfers: list[Transfer], is_write: bool) -> None:
         if self._threads is None:
             raise ValueError("the disk engine is closed")
-        moves = [
-            self._threads.submit(_move_plain, part, index, is_write)
-            for index, whole in enumerate(transfers)
-            for part in _cut(whole, 8 * self._block_bytes)
-        ]
-        wait(moves)  # nothing is in flight when an error is told
-        for move in moves:
+        moves: list[Future[None]] = []
+        try:
+            for index, whole in enumerate(transfers):
+                for part in _cut(whole, 8 * self._block_bytes):
+                    moves.append(self._threads.submit(_move_plain, part, index, is_write))
+            wait(moves)
+        except BaseException:
+            for move in moves:
+                move.cancel()
+            wait(moves)
+            raise
+        for move in moves:  # nothing is in flight when an error is told
             move.result()
 
 

@@ -3,6 +3,7 @@
 import mmap
 import threading
 from collections.abc import Collection
+from contextlib import suppress
 
 import torch
 
@@ -24,10 +25,12 @@ class Arena:
             raise HostMemoryError(
                 f"{format_size(self.num_bytes)} of host memory cannot be had ({error.strerror}): lower --host-memory"
             ) from error
-        # A child process (a data loader's worker) must not share pages that the drives write to.
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                self._map.madvise(getattr(mmap, advice))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            # A child process (a data loader's worker) must not share pages that the drives write to.
+            self._map.madvise(mmap.MADV_DONTFORK)
         self.buffer = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
 

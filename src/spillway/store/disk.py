@@ -178,9 +178,10 @@ class StripedDisk:
         self._let_go()
 
     def _let_go(self) -> None:
-        for fd in (*self._files, *self._locks):
+        held = (*self._files, *self._locks)
+        self._files, self._locks = [], []  # first: a number that was closed may soon be another file's
+        for fd in held:
             os.close(fd)
-        self._files, self._locks = [], []
 
     def _move(self, engine: DiskEngine, moves: list[tuple[Extent, torch.Tensor]], is_write: bool) -> None:
         transfers = [transfer for extent, buffer in moves for transfer in self._stripes(extent, buffer)]

@@ -69,8 +69,8 @@ class Snapshot:
                 self._thread.join()
 
     def _run(self) -> None:
-        for index in list(self._left):
-            with self._lock:
+        for index in self._places:
+            with self._lock:  # also for those that are no longer left: one may just be being written
                 self._write_left(index)
         try:
             self._disk.sync()
