@@ -192,7 +192,7 @@ class SavedPoints:
             return
         try:
             pending.snapshot.wait()
-            self._commit(store, pending.point, pending.extents)
+            self._commit(store, pending.point, pending.states)
         except BaseException:
             pending.snapshot.stop()
             if self.saved_step != pending.point.step:
@@ -266,18 +266,18 @@ class SavedPoints:
         buffers = {name: to_text(tensor) for name, tensor in self.buffers().items()}
         return _Point(step, _rng(), {**self.run, **self.at_step()}, buffers)
 
-    def _commit(self, store: PlacedStore, point: "_Point", extents: tuple[int, ...]) -> None:
-        """`extents`: the one of each unit that holds the point."""
+    def _commit(self, store: PlacedStore, point: "_Point", states: tuple["_State", ...]) -> None:
         if self.directory is None or not self.are_kept:
             return
         units = tuple(
             UnitRecord(
                 unit.name,
-                home.extents[extent].offset,
+                home.extents[held.extent].offset,
                 home.layout.extent_bytes,
-                home.checks[extent].to_text(),
+                home.checks[held.extent].to_text(),
+                held.num_updates,
             )
-            for unit, home, extent in zip(self.units, store.homes.units, extents, strict=True)
+            for unit, home, held in zip(self.units, store.homes.units, states, strict=True)
         )
         geometry = store.homes.need_disk().geometry
         manifest = Manifest(
@@ -291,8 +291,8 @@ class SavedPoints:
         )
         save_manifest(self.directory, manifest, self.keep_last)
         self.found = (manifest, *self.found)[: self.keep_last]
-        for home, extent in zip(store.homes.units, extents, strict=True):
-            home.saved = (extent, *home.saved)[: self.keep_last]
+        for home, held in zip(store.homes.units, states, strict=True):
+            home.saved = (held.extent, *home.saved)[: self.keep_last]
         self.saved_step = point.step
         self.on_commit(point.step)
 
@@ -314,11 +314,19 @@ class _Pending:
     snapshot: Snapshot
     places: dict[int, int]
     point: _Point
-    extents: tuple[int, ...]
+    states: tuple["_State", ...]
 
 
-def _current(store: PlacedStore) -> tuple[int, ...]:
-    return tuple(home.current for home in store.homes.units)
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Of a unit at a point: the extent that holds it, and the updates behind it."""
+
+    extent: int
+    num_updates: int
+
+
+def _current(store: PlacedStore) -> tuple[_State, ...]:
+    return tuple(_State(home.current, home.num_updates) for home in store.homes.units)
 
 
 def to_text(tensor: torch.Tensor) -> str:
@@ -351,7 +359,7 @@ def fingerprint(units: tuple[Unit, ...]) -> str:
 def _restore_unit(store: PlacedStore, manifest: Manifest, index: int, progress: Callable[[int], None]) -> None:
     """Read the unit's extent once: into memory what rests there, and through the checksums all of it."""
     home, record = store.homes.units[index], manifest.units[index]
-    home.current = _extent_of(home, record)
+    home.current, home.num_updates = _extent_of(home, record), record.num_updates
     found = ExtentChecks(home.layout)
     staging = store.staging(_WINDOW_BYTES, "resuming")
     step = staging.numel() // PAGE * PAGE

@@ -26,7 +26,8 @@ _RULES = {"adamw": native.ADAMW, "lion": native.LION, "sgd": native.SGD}
 
 @dataclass(frozen=True, slots=True)
 class Hyper:
-    """The settings of one parameter group at one step; `step` counts from 1. For SGD beta1 is the momentum."""
+    """The settings of one parameter group at one step. `step`: the updates of what is updated, this one included; for a
+    unit that some steps do not reach fewer than the model's. For SGD beta1 is the momentum."""
 
     lr: float
     beta1: float

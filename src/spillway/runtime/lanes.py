@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -25,6 +25,7 @@ class Due:
     """
 
     hypers: list[Hyper] = field(default_factory=list)  # per parameter group
+    numbers: tuple[int, ...] = ()  # per unit: the how manieth update of it this is, from 1
     clipping: Clipping = field(default_factory=Clipping)
     loss_scale: float = 1.0  # the gradients are so many times too large
     scale: float = 1.0  # that clips all of them
@@ -304,7 +305,8 @@ class LaneWorker:
             if begin < end:
                 part = arrays.narrow(begin - op.start, end - begin)
                 due.clipping.clamp(part.grad, due.loss_scale)
-                update_range(part, due.hypers[group], due.factor(op.unit), self._threads)
+                hyper = replace(due.hypers[group], step=due.numbers[op.unit])
+                update_range(part, hyper, due.factor(op.unit), self._threads)
 
     def _write_state(self, op: Op, home: UnitHome) -> None:
         if self._skips(op):

@@ -119,6 +119,8 @@ class Rest:
         step, placement = self._engine.step, self._engine.in_force.plan.placement
         due = step.own
         self._unclipped = self._unclipped + 1 if due.scale == 1.0 else 0
+        for unit in due.units:
+            self._engine.store.homes.units[unit].num_updates += 1
         if step.guessed_wrong:
             self._take_back()
             due.sweeping = True

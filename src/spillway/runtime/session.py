@@ -199,7 +199,13 @@ class Session:
             self.come_to_rest()  # the list that follows makes no updates of the step before
         self.engine.open(schedule)
         step = StepState(
-            Due(self._hypers(), self._clipping, self._loss_scale.value, sweeping=wary),
+            Due(
+                self._hypers(),
+                tuple(home.num_updates + 1 for home in self.store.homes.units),
+                self._clipping,
+                self._loss_scale.value,
+                sweeping=wary,
+            ),
             self.rest.due,
             may_take_back=plan.placement.speculates,
             act_extents=self.store.act_extents(plan, schedule.profile),

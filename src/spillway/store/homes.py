@@ -35,6 +35,7 @@ class UnitHome:
     written: int | None = None  # the extent this step writes
     saved: tuple[int, ...] = ()  # the extents that manifests name, the newest first
     has_grad: bool = False  # a gradient has been accumulated since the last update
+    num_updates: int = 0  # steps so far that reached it, also where the last one's update is still due
 
     @property
     def in_place(self) -> bool:

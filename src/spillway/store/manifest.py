@@ -16,7 +16,7 @@ from spillway.spec.errors import DiskError
 from spillway.spec.jsonable import from_json, to_json
 from spillway.store.disk import Geometry
 
-VERSION = 4
+VERSION = 5
 _NAME = re.compile(r"step-(\d{8,})\.json")
 
 
@@ -28,6 +28,7 @@ class UnitRecord:
     offset: int
     num_bytes: int
     checks: str = ""  # CRC-32C of its pieces, see store.checks
+    num_updates: int = 0  # that it has seen: steps which did not reach it are not among them
 
 
 @dataclass(frozen=True, slots=True)
