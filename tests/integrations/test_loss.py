@@ -73,6 +73,26 @@ def test_the_loss_in_pieces_is_that_of_the_plain_head(make: object, tmp_path: Pa
     assert_like(plain, plain(**models.batch("llama", 0)).loss, found, weights)
 
 
+def test_pieces_do_not_round_the_gradient_of_a_16_bit_head_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(chunked._LOGIT_BYTES, "cpu", 4 * models.VOCAB)  # one token; of 4096 there are fewer pieces
+    plain = models.llama().bfloat16()
+    ids = torch.randint(models.VOCAB, (256, 16), generator=torch.Generator().manual_seed(0))
+    lr = 1e5  # what is left of the old weights is nothing beside it
+    model, optimizer = spillway.prepare(
+        copy.deepcopy(plain), spillway.SGD(lr=lr, momentum=0.0, max_grad_norm=None), store=tmp_path, device="cpu"
+    )
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    moved = spillway.api.read_parameters(model)["lm_head.weight"].float() - plain.lm_head.weight.detach().float()
+    close(model)
+    plain(input_ids=ids, labels=ids).loss.backward()
+    grad = plain.lm_head.weight.grad
+    assert grad is not None
+    assert float((moved / -lr - grad.float()).norm() / grad.float().norm()) < 0.015
+
+
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("make", (models.llama, masked))
 def test_smoothed_labels_are_those_of_torch(make: object, tmp_path: Path) -> None:

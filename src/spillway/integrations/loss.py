@@ -16,6 +16,9 @@ from spillway.spec.errors import UsageError
 
 # Logits of one piece of the loss, in float32: where a GPU computes, larger ones, for every piece reads the head anew.
 _LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+# The gradient of a 16-bit head is rounded once per piece. Up to so many the error is about a hundredth and has no
+# direction; beyond, what one piece adds is lost beside the sum of the others.
+_MOST_ROUNDINGS = 64
 # The losses of transformers that this stands for; whether labels are shifted by one in them.
 _SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 
@@ -190,7 +193,7 @@ class ChunkedLoss:
 
         if isinstance(logits, DeferredLogits):
             deferred, hidden = logits, logits.hidden.reshape(-1, logits.hidden.shape[-1])
-            targets, chunk_rows = targets.to(hidden.device), self._piece_rows(vocab_size)
+            targets, chunk_rows = targets.to(hidden.device), self._piece_rows(len(hidden), vocab_size)
             call = UnitCall(self._unit, self._path, of_hidden, (hidden, targets), {}, "LOSS", chunk_rows)
             total = self._session.call(call)
         else:
@@ -198,8 +201,11 @@ class ChunkedLoss:
             total = sum_of_losses(logits.reshape(-1, vocab_size), targets)
         return total / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
 
-    def _piece_rows(self, vocab_size: int) -> int:
-        return max(_LOGIT_BYTES[self._session.device.kind] // (4 * vocab_size), 1)
+    def _piece_rows(self, num_rows: int, vocab_size: int) -> int:
+        rows = max(_LOGIT_BYTES[self._session.device.kind] // (4 * vocab_size), 1)
+        weight = self._head.weight
+        is_rounded = weight.requires_grad and weight.dtype.itemsize < 4
+        return max(rows, -(-num_rows // _MOST_ROUNDINGS)) if is_rounded else rows
 
 
 def install_loss(
