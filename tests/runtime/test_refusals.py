@@ -369,6 +369,40 @@ def test_what_comes_into_the_model_after_prepare(what: str, when: str) -> None:
     spillway.close(model)
 
 
+class Scaled(Chain):
+    """Whose scale is used outside of any block."""
+
+    def __init__(self) -> None:
+        super().__init__(as_it_is)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale)
+
+
+@pytest.mark.parametrize("when", ("before the first step", "after it", "after a forward without gradients"))
+@pytest.mark.parametrize("name", ("scale", "blocks.0.linear.weight"))
+def test_a_parameter_that_is_replaced_after_prepare(name: str, when: str) -> None:
+    model, optimizer = spillway.prepare(Scaled(), spillway.AdamW(), device="cpu")
+    if when != "before the first step":
+        model(torch.ones(2, 8)).backward()
+        optimizer.step()
+    if when == "after a forward without gradients":
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        model(torch.ones(2, 8)).backward()  # what that one left is ours
+        optimizer.step()
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    known = getattr(module, attribute)
+    setattr(module, attribute, nn.Parameter(torch.ones(known.shape)))
+    with pytest.raises(UsageError, match=f"{name} was replaced by another parameter after prepare"):
+        model(torch.ones(2, 8))
+    spillway.close(model)
+
+
 class Giving(Block):
     """A block that also returns what only it knows, or writes into a list that it is given twice or with others."""
 

@@ -235,10 +235,9 @@ class Session:
         """Raise UsageError where the user froze, freed, replaced or hooked a parameter since: nothing would come of
         it."""
         for index, unit in enumerate(self.units):
-            is_resident = index in self.forwards.residents  # whose parameters are others while a forward is evaluated
             for slot in unit.slots:
-                known = self.placeholders[slot.name]
-                if not is_resident and slot.module._parameters.get(slot.attribute) is not known:
+                known, found = self.placeholders[slot.name], slot.module._parameters.get(slot.attribute)
+                if found is not known and not self._is_bound(index, found):
                     raise UsageError(
                         f"{slot.name} was replaced by another parameter after prepare, which has laid out what is "
                         f"trained: change it before"
@@ -254,6 +253,13 @@ class Session:
                         f"requires_grad of {place.name} was changed after prepare, which has laid out what is trained: "
                         f"change it before"
                     )
+
+    def _is_bound(self, unit: int, found: torch.Tensor | None) -> bool:
+        """Whether it is what a forward without gradients left in the place of a resident unit's parameter."""
+        if found is None or unit not in self.forwards.residents or not self.engine.is_open:
+            return False
+        slot = self.store.homes.units[unit].device_weight
+        return slot is not None and found.untyped_storage().data_ptr() == slot.untyped_storage().data_ptr()
 
     def _await_residents(self) -> None:
         """Parameters that are bound all through, as the last step left them."""
