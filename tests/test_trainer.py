@@ -95,11 +95,15 @@ class _StopAfter(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("placement", "goes_on_after"), [(DISK, 5), ({}, 3)], ids=["disk", "memory"])
+@pytest.mark.parametrize(
+    ("save_steps", "placement", "goes_on_after"),
+    [(3, DISK, 5), (3, {}, 3), (4, {}, 4)],
+    ids=["disk", "memory", "memory-between-epochs"],
+)
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(
-    placement: dict[str, str], goes_on_after: int, tmp_path: Path
+    save_steps: int, placement: dict[str, str], goes_on_after: int, tmp_path: Path
 ) -> None:
-    more: dict[str, Any] = {"placement": placement, "save_strategy": "steps", "save_steps": 3}
+    more: dict[str, Any] = {"placement": placement, "save_strategy": "steps", "save_steps": save_steps}
     model = gpt2(dropout=0.1)
     with streaming(model, tmp_path / "whole", samples(8), **more) as whole:
         whole.train()
@@ -111,9 +115,31 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(
     model = gpt2(dropout=0.1)
     with streaming(model, tmp_path / "cut", samples(8), **more) as again:
         again.train(resume_from_checkpoint=True)
-        assert told(again, "loss")[3:] == losses[goes_on_after:]
+        assert told(again, "loss")[save_steps:] == losses[goes_on_after:]
         for name, param in read_parameters(model).items():
             assert torch.equal(param, expected[name]), name
+
+
+def test_an_interrupted_run_whose_learning_rate_follows_evaluations_goes_on(tmp_path: Path) -> None:
+    more: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5},
+        "learning_rate": 5e-2,
+    }
+    with streaming(gpt2(), tmp_path / "whole", samples(8), **more) as whole:
+        whole.train()
+    stopped = streaming(gpt2(), tmp_path / "cut", samples(8), callbacks=[_StopAfter(5)], **more)
+    with stopped as cut, pytest.raises(KeyboardInterrupt):
+        cut.train()
+    with streaming(gpt2(), tmp_path / "cut", samples(8), **more) as again:
+        again.train(resume_from_checkpoint=True)
+    for name in ("loss", "learning_rate", "eval_loss"):
+        assert told(again, name) == told(whole, name)
+    assert min(told(whole, "learning_rate")) < 5e-2
 
 
 def test_a_checkpoint_is_a_model_that_transformers_loads(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The transformers Trainer, and those derived from it, with a model that streams."""
 
+import inspect
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -243,17 +244,25 @@ class TrainerMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As of the checkpoint, and on to the step of the store."""
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        steps = getattr(self.lr_scheduler, "last_epoch", None)
-        if checkpoint is not None and isinstance(steps, int):
-            for _ in range(steps, self.state.global_step):
-                self.lr_scheduler.step()
+        if checkpoint is None or _follows_a_metric(self.lr_scheduler):
+            return
+        for _ in range(self.lr_scheduler.last_epoch, self.state.global_step):
+            self.lr_scheduler.step()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """The saved point has it, of its own step."""
+        """Those of PyTorch as of the step of the store, which may be later; the others as of the checkpoint."""
+        super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            self._stream().points.set_random_state()
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
     """transformers.Trainer for models that do not fit: see TrainerMixin for what it takes besides."""
+
+
+def _follows_a_metric(scheduler: Any) -> bool:
+    """Whether evaluations move it, as they do ReduceLROnPlateau, and steps do not."""
+    return "metrics" in inspect.signature(scheduler.step).parameters
 
 
 def rule_of(args: transformers.TrainingArguments) -> Rule:

@@ -57,6 +57,7 @@ class SavedPoints:
     on_commit: Callable[[int], None] = lambda step: None
     buffers: Callable[[], dict[str, torch.Tensor]] = dict  # the persistent ones of the model, in use
     warnings: list[str] = field(default_factory=list)  # saved points that could not be used, and why
+    has_set_random_state: bool = False
 
     @property
     def are_kept(self) -> bool:
@@ -233,12 +234,19 @@ class SavedPoints:
             _copy_frozen(store, index)
             for point, extent in zip(self.found[1:], home.saved[1:], strict=True):
                 home.checks[extent] = ExtentChecks.from_text(home.layout, point.units[index].checks)
-        for device, state in self.found[0].rng.items():
-            _set_rng(device, torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+        if not self.has_set_random_state:
+            self.set_random_state()
         buffers = self.buffers()
         for name, text in self.found[0].buffers.items():
             buffer = buffers[name]
             buffer.copy_(from_text(text, buffer.dtype, buffer.shape))
+
+    def set_random_state(self) -> None:
+        """PyTorch's random numbers go on from those of the saved point. `restore` does so by itself; a training loop
+        that draws some before, to choose its data, does it earlier."""
+        for device, state in self.found[0].rng.items():
+            _set_rng(device, torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+        self.has_set_random_state = True
 
     def step_over_short(self, geometry: Geometry) -> None:
         """Go on from an older saved point where the files end before the newest one does. Raises DamageError where none
