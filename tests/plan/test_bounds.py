@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from plan import profiles
 from sampling import examples
 from spillway.plan.bounds import lower_bound
-from spillway.plan.lower import lower_step
+from spillway.plan.lower import complete, lower_step
 from spillway.plan.pools import recomputed_flops
 from spillway.plan.request import PlanRequest
 from spillway.plan.search import make_plan
@@ -21,6 +21,19 @@ from spillway.spec.plan import Plan
 def test_no_plan_is_predicted_to_be_faster_than_the_bound(model: ModelProfile, fixed: dict[str, object]) -> None:
     plan = make_plan(model, profiles.MACHINE, profiles.PLENTY, PlanRequest(**{**fixed, "accumulation": 1}))
     assert plan.step_seconds >= 0.999 * lower_bound(model, plan.placement, profiles.MACHINE)
+
+
+def test_a_plan_that_guesses_at_the_norm_reads_ahead_in_steps_that_do_not() -> None:
+    model, budget = profiles.chain(12), Budget(10**9, 10**9, 10**12, 10**7)
+    machine = replace(
+        profiles.MACHINE, read_bytes_per_s=2e8, write_bytes_per_s=2e8, disk_together=1.0, device_flops_per_s=1e11
+    )
+    request = PlanRequest("overlap", "disk", "disk", clip=True, activations="recompute")
+    plan = make_plan(model, machine, budget, request)
+    without = complete(model, lower_step(model, replace(plan.placement, ahead=0)))
+    assert plan.placement.speculates and plan.placement.ahead and plan.kept
+    assert 1.1 * plan.wary_step_seconds < step_seconds(without, machine, wary=True)[0]
+    assert step_seconds(plan, machine) == step_seconds(without, machine)
 
 
 def test_what_is_read_ahead_makes_a_step_faster_and_no_faster_than_the_bound() -> None:

@@ -16,8 +16,8 @@ def check(plan: Plan) -> None:
     """Raise InvariantError, naming the operation, unless every list of the plan can run to their end."""
     pools = {pool.name: pool for pool in plan.pools}
     for ops in plan.lists:
-        if ops is plan.ops or ops is plan.cold_ops:
-            check_ops(ops, pools, plan.kept if ops is plan.ops else (), plan.kept)
+        if ops is plan.warm_ops or ops is plan.cold_ops:
+            check_ops(ops, pools, plan.kept if ops is plan.warm_ops else (), plan.kept)
         else:
             check_ops(ops, pools)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import ceil
 from typing import Any
 
 from spillway.plan.bounds import is_held_up_by_recomputing, lower_bound, readable_ahead
@@ -128,14 +129,15 @@ class Filler:
     def with_read_ahead(self, candidate: Candidate, share: float) -> Candidate:
         """With slabs of states filled in backward, for updates in the next forward: so large a share of those that the
         drives have time for, and one less than there are, which is left to make them in another order. The same
-        candidate where not all updates are made there."""
+        candidate where there is no list whose updates are all made there."""
         placement = candidate.placement
         state = next((pool for pool in candidate.pools if pool.name == "state"), None)
         if state is None:
             return candidate
         room = readable_ahead(self._model, placement, self._hardware)
-        ahead = min(int(share * room / state.slab_bytes), state.count - 1)
-        if placement.update != "deferred" or placement.accumulation > 1 or placement.in_turn or not ahead:
+        ahead = min(ceil(share * room / state.slab_bytes), state.count - 1)
+        leaves_all = placement.update == "deferred" or (placement.update == "overlap" and placement.clip)
+        if not leaves_all or placement.accumulation > 1 or placement.in_turn or not ahead:
             return candidate
         if any(where.grads == "disk" for where in placement.units):  # which are read with the states
             return candidate

@@ -232,6 +232,11 @@ def lower_step(model: ModelProfile, placement: Placement) -> Plan:
     return _Lists(model, placement).step()
 
 
+def wary_step(model: ModelProfile, step: Plan) -> Plan:
+    """What `lower_step` gave of a plan that speculates, with the lists of a step that guesses at nothing."""
+    return _Lists(model, step.placement).wary(step)
+
+
 def complete(model: ModelProfile, step: Plan) -> Plan:
     """What `lower_step` gave, with every list."""
     return _Lists(model, step.placement).all(step)
@@ -267,24 +272,27 @@ class _Lists:
     def step(self) -> Plan:
         now = self._trained - self._deferring if self._placement.overlaps else frozenset()
         if self._placement.accumulation == 1:
-            whole = self._round(Round(True, self._deferring, now, self._placement.ahead > 0))
+            ahead = 0 if self._placement.speculates else self._placement.ahead
+            whole = self._round(Round(True, self._deferring, now, ahead, is_warm=True))
             return Plan(self._placement, self._pools, whole.run(), kept=whole.kept)
         end, more = self._round(Round(True, now=now)).run(), self._round(Round(False)).run()
         begin = self._round(Round(False, self._deferring)).run() if self._deferring else ()
         return Plan(self._placement, self._pools, end, more, begin)
 
+    def wary(self, step: Plan) -> Plan:
+        if self._placement.accumulation > 1:
+            end, begin = self._round(Round(True)).run(), self._round(Round(False, self._trained)).run()
+            return replace(step, wary_ops=end, wary_begin_ops=begin)
+        whole = self._round(Round(True, self._trained, ahead=self._placement.ahead, is_warm=True))
+        return replace(step, wary_ops=whole.run(), kept=whole.kept)
+
     def all(self, step: Plan) -> Plan:
-        if not self._placement.speculates:
-            due = self._round(Round(False, self._deferring)).flush() if self._deferring else ()
-            cold = self._round(Round(True, self._deferring)).run() if step.kept else ()
-            return replace(step, flush_ops=due, cold_ops=cold)
-        several = self._placement.accumulation > 1
-        return replace(
-            step,
-            wary_ops=self._round(Round(True, frozenset() if several else self._trained)).run(),
-            wary_begin_ops=self._round(Round(False, self._trained)).run() if several else (),
-            flush_ops=self._round(Round(False, self._trained)).flush(),
-        )
+        speculates = self._placement.speculates
+        due = self._trained if speculates else self._deferring
+        step = self.wary(step) if speculates else step
+        flush = self._round(Round(False, due)).flush() if due else ()
+        cold = self._round(Round(True, due, ahead=self._placement.ahead)).run() if step.kept else ()
+        return replace(step, flush_ops=flush, cold_ops=cold)
 
     def _round(self, round_: Round) -> Lowering:
         return Lowering(self._model, self._placement, self._names, self._pools, round_)

@@ -23,7 +23,7 @@ def occupancy(plan: Plan, ops: tuple[Op, ...], trace: Trace) -> dict[str, list[t
         for lease in op.give:
             tier, size = sizes[pool_of[lease]]
             changes.append((span.end_s, tier, -size))
-    for pool, _ in plan.kept if ops is plan.ops else ():
+    for pool, _ in plan.kept if ops is plan.warm_ops else ():
         tier, size = sizes[pool]
         changes.append((0.0, tier, size))
     curves = {tier: [(0.0, max(fixed[tier], 0))] for tier in fixed}

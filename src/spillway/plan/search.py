@@ -12,7 +12,7 @@ from spillway.plan.bounds import busiest, least_computing, lower_bound
 from spillway.plan.candidates import Candidate, Candidates
 from spillway.plan.check import check
 from spillway.plan.fill import Filler
-from spillway.plan.lower import complete, lower_step
+from spillway.plan.lower import complete, lower_step, wary_step
 from spillway.plan.policies import POLICIES
 from spillway.plan.pools import recomputed_flops, stored_bytes
 from spillway.plan.request import PlanRequest, Space, space_of
@@ -226,13 +226,30 @@ class _Search:
         return fastest if fastest.seconds <= best.seconds else best
 
     def _with_read_ahead(self, best: _Timed) -> _Timed:
-        """That plan with states for the next forward read in backward, where that makes the step faster."""
+        """That plan with states for the next forward read in backward, where that makes the step faster; with a wider
+        window, too, for what the drives read in backward otherwise leaves them no time for that."""
         if not self._space.policy.reads_ahead or not self._model.calls:
             return best
-        ways = {share: self._filler.with_read_ahead(best.candidate, share) for share in _AHEAD_SHARES}
-        different = {way.placement: way for way in ways.values() if way is not best.candidate}
-        found = min(map(self._simulate, different.values()), key=_seconds, default=best)
-        return found if _CLOSE * found.seconds < best.seconds else best
+        base = self._filler.with_wider_window(best.candidate)
+        found = [self._filler.with_read_ahead(base, share) for share in _AHEAD_SHARES]
+        ways = list({way.placement: way for way in found if way is not base}.values())
+        if not ways:
+            return best
+        if best.plan.placement.speculates:
+            return self._with_read_ahead_where_clipped(best, ways)
+        fastest = min(map(self._simulate, ways), key=_seconds)
+        return fastest if _CLOSE * fastest.seconds < best.seconds else best
+
+    def _with_read_ahead_where_clipped(self, best: _Timed, ways: list[Candidate]) -> _Timed:
+        """Of a plan that speculates, in steps that do not: the best of these ways, where other steps are as fast."""
+        seconds = {way.placement: self._clipped_seconds(way) for way in ways}
+        fastest = self._simulate(min(ways, key=lambda way: seconds[way.placement]))
+        pays = _CLOSE * seconds[fastest.candidate.placement] < self._clipped_seconds(best.candidate)
+        return fastest if pays and fastest.seconds <= best.seconds else best
+
+    def _clipped_seconds(self, candidate: Candidate) -> float:
+        plan = wary_step(self._model, self._lowered(self._model, candidate.placement))
+        return step_seconds(plan, self._hardware, wary=True)[0]
 
     def _with_streams(self, best: _Timed) -> _Timed:
         """That plan with as many micro-batches side by side as the memory that is left has room for (STRONGHOLD). The

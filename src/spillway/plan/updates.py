@@ -15,12 +15,14 @@ from spillway.spec.plan import HOME, WRITTEN, Placement, UnitPlacement
 class Round:
     """One forward and backward. `ends`: with it an optimizer step is complete; otherwise it only accumulates. `due`:
     units whose update with the last step's gradients belongs to its forward. `now`: units that are updated as soon as
-    their gradient has landed."""
+    their gradient has landed. `ahead`: how many subgroups of the first updates that are due it reads for the next list
+    like it; `is_warm`: and finds read."""
 
     ends: bool
     due: frozenset[int] = frozenset()
     now: frozenset[int] = frozenset()
-    is_warm: bool = False  # the states of its first updates were read by the list before (Placement.ahead)
+    ahead: int = 0
+    is_warm: bool = False
 
 
 @dataclass(slots=True)
@@ -206,7 +208,7 @@ class Updates:
             if self._plan.update == "overlap-naive":
                 deps.append(self._written)
             amount, take = share * read_bytes, (("state", lease),)
-            is_ahead = late and len(self._ahead) < self._plan.ahead
+            is_ahead = late and len(self._ahead) < self._round.ahead
             if is_ahead:
                 self._ahead.append((unit, start, stop, amount, lease))
             if is_ahead and self._round.is_warm:

@@ -99,10 +99,10 @@ class Engine:
         """Begin a list; a step that does not find what the one before should have left to it, without that."""
         plan = self.in_force.plan
         leases = [lease for _, lease in plan.kept]
-        if ops is plan.ops and not self.pools.holds(leases):
+        if ops is plan.warm_ops and not self.pools.holds(leases):
             ops = plan.cold_ops
-        finds = leases if ops is plan.ops else []
-        keeps = leases if ops is plan.ops or ops is plan.cold_ops else []
+        finds = leases if ops is plan.warm_ops else []
+        keeps = leases if ops is plan.warm_ops or ops is plan.cold_ops else []
         self.worker.pools, self.worker.step = self.store.pools, step
         begun = self.device.mark()
         self.pools.fence(begun)

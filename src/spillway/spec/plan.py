@@ -123,7 +123,7 @@ class Placement:
     grad_slots: int = 2  # so that a download overlaps the next backward; 1 where there is no room
     keep: KeepPoints = LAST_POINT
     streams: int = 1  # micro-batches of a call that the device computes side by side
-    ahead: int = 0  # subgroups whose states are read in backward, for their updates in the next forward
+    ahead: int = 0  # subgroups whose states are read in backward where all updates are left to the next forward
 
     @property
     def overlaps(self) -> bool:
@@ -168,9 +168,9 @@ class Plan:
     without accumulation). Deferred updates belong to the next step's forward: they stand in `ops`, or with accumulation
     in `begin_ops`, the first forward and backward of several; `flush_ops` are they alone, for when no forward follows.
     Where updates are speculative, `wary_ops` ends a step that leaves all of them to the next, and with accumulation
-    `wary_begin_ops` begins the next. Where states are read ahead, `ops` begins with leases that it also leaves to the
-    next list (`kept`, with their pools), and `cold_ops` begins without them. Lists run in their order per lane; leases
-    of a pool are granted in list order (see plan.check).
+    `wary_begin_ops` begins the next. Where states are read ahead, `warm_ops` begins with leases that it also leaves to
+    the next list (`kept`, with their pools), and `cold_ops` begins without them. Lists run in their order per lane;
+    leases of a pool are granted in list order (see plan.check).
     """
 
     placement: Placement
@@ -194,6 +194,12 @@ class Plan:
         """Every list that runs by itself."""
         begin, wary_begin = self.begin_ops, self.wary_begin_ops
         return self.ops, self.accumulate_ops, begin, self.wary_ops, wary_begin, self.flush_ops, self.cold_ops
+
+    @property
+    def warm_ops(self) -> tuple[Op, ...]:
+        """The list that leaves what it reads ahead to itself, if any does: that of a step all of whose updates are made
+        in the next forward."""
+        return self.wary_ops if self.placement.speculates else self.ops
 
     def round_ops(self, is_first: bool, is_last: bool, wary: bool = False) -> tuple[Op, ...]:
         """What runs at a forward and backward of an optimizer step, that guesses at the norm or is wary."""
