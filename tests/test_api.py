@@ -804,3 +804,15 @@ def test_a_part_of_a_model_that_streams_is_not_prepared_again(what: str, tmp_pat
     with pytest.raises(UsageError, match="streams already, as a part of another model"):
         spillway.prepare(other, spillway.AdamW(), device="cpu")
     spillway.close(model)
+
+
+def test_an_example_on_another_device_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(UsageError, match="meta"):
+        spillway.stream(model, device="cpu", example={"input": torch.zeros(1, 8, device="meta")})
+    assert model(torch.zeros(1, 8)).requires_grad
+    with torch.no_grad():
+        expected = model(torch.ones(1, 8))
+        spillway.stream(model, device="cpu", example={"input": torch.zeros(1, 8)})
+        assert torch.equal(model(torch.ones(1, 8)), expected)
+    spillway.close(model)

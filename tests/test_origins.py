@@ -1,6 +1,7 @@
 """Weights of one model from several places: directories that parts of it were loaded from, and memory."""
 
 import copy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,4 +77,13 @@ def test_a_model_that_did_not_fit_is_prepared_again_with_another_budget(bodies: 
     model, _ = spillway.prepare(model, store=tmp_path, device="cpu", example={"input_ids": example})
     saved = AutoModel.from_pretrained(bodies[0], dtype=torch.float32)
     torch.testing.assert_close(read_parameters(model)["first.embed_tokens.weight"], saved.embed_tokens.weight.detach())
+    close(model)
+
+
+def test_files_of_a_model_that_is_loaded_are_closed(bodies: list[Path], tmp_path: Path) -> None:
+    body = Path(shutil.copytree(bodies[0], tmp_path / "body"))
+    model, _ = spillway.prepare(spillway.load(body, AutoModel, "float32"), store=tmp_path / "store", device="cpu")
+    assert str(body) in Path("/proc/self/maps").read_text()
+    read_parameters(model)
+    assert str(body) not in Path("/proc/self/maps").read_text()
     close(model)

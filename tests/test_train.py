@@ -302,6 +302,22 @@ def test_a_batch_with_an_infinite_gradient_is_passed_over_where_the_user_said_so
     assert losses(tmp_path / "run")[0] == losses(tmp_path / "whole")[0]
 
 
+def test_a_first_batch_that_is_passed_over_does_not_write_the_model(
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    one_bad_gradient: Callable[[int, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one_bad_gradient(0, 1)
+    written: list[Path] = []
+    monkeypatch.setattr(training_run, "save_pretrained", lambda model, output, **_: written.append(output))
+    flags = ("--max-steps", "2", "--non-finite", "skip", "--states", "disk", "--save-total-limit", "0")
+    assert run(arguments(model, data, tmp_path / "run", *flags)) == 0
+    assert metrics(tmp_path / "run")[-1]["skipped_steps"] == 1
+    assert len(written) == 1
+
+
 def test_five_bad_batches_in_a_row_stop_the_run_all_the_same(
     model: Path, data: Path, tmp_path: Path, one_bad_gradient: Callable[[int, int], None], capsys: Any
 ) -> None:

@@ -202,7 +202,8 @@ def stream(
         place = Place(store, device, device_memory, host_memory, disk_memory)
         forwards = assemble(model, EXACT, place, request, None, progress=progress).session.forwards
         if example is not None:
-            forwards.find_residents(forwards.batch((), dict(example)))
+            with _given_back_on_failure(model):
+                forwards.find_residents(forwards.batch((), dict(example)))
         _open(model, {})
     except BaseException:
         for param in trained:
@@ -221,11 +222,16 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def _open(model: nn.Module, example: Mapping[str, Any]) -> None:
-    if example and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(dict(example))):
-        give_back(model)
-        raise UsageError("example= has no tensor in it: give keyword arguments of one forward, as a batch has them")
-    try:
+    with _given_back_on_failure(model):
+        if example and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(dict(example))):
+            raise UsageError("example= has no tensor in it: give keyword arguments of one forward, as a batch has them")
         prepared(model).session.open((), dict(example))
+
+
+@contextmanager
+def _given_back_on_failure(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         give_back(model)
         raise

@@ -171,7 +171,8 @@ def assemble(
 
 
 def _fill(opened: PlacedStore, plan: Plan, parts: Prepared) -> None:
-    """Put the store's first content to rest: the saved point that is gone on from, or the weights of the model."""
+    """Put the store's first content to rest: the saved point that is gone on from, or the weights of the model, whose
+    files are closed then."""
     parts.points.keep_last = plan.placement.keep.last
     if parts.points.found:
         with parts.reporter.counting("checking the saved point", parts.extent_bytes) as counter:
@@ -183,6 +184,7 @@ def _fill(opened: PlacedStore, plan: Plan, parts: Prepared) -> None:
             load_weights(opened, parts.session.units, parts.origins.weights, counter.advance)
         if parts.optimizer is not None:
             parts.points.begin(opened)
+    parts.origins.weights.close()
 
 
 def write_point(parts: Prepared, step: int) -> None:

@@ -18,6 +18,7 @@ from spillway.spec.plan import Plan, TierPeaks
 from spillway.spec.sizes import format_size, parse_size
 from spillway.spec.state import StateFormat
 from spillway.store.disk import Geometry, free_on
+from spillway.store.layout import prevailing_dtype
 
 # What libraries, threads and the user's data still take after the plan was made.
 PROCESS_RESERVE = 80 << 20
@@ -90,7 +91,8 @@ class Planner:
         form: StateFormat,
     ) -> None:
         self._device = device
-        self._dtype = max((unit.layout for unit in units), key=lambda layout: layout.num_trainable).dtype
+        places = [place for unit in units for place in unit.layout.places]
+        self._dtype = prevailing_dtype((place.dtype, place.numel) for place in places)  # adapters may have another
         self._geometry = geometry
         self._budget = budget
         self._request = request

@@ -1,6 +1,7 @@
 """Measuring takes no more than there is."""
 
 import shutil
+import threading
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -150,3 +151,17 @@ def test_rates_that_cannot_be_kept_or_read_are_measured_again(tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(probe, "_measured", {})
     assert rates_of(tmp_path).cores_shared == first.cores_shared
+
+
+def test_nothing_that_is_measured_goes_on_after_an_interrupt_or_an_error() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def fails() -> None:
+        raise OSError("the drive is gone")
+
+    with pytest.raises(KeyboardInterrupt):
+        kept_together(interrupted, lambda: time.sleep(0.3), 0.01, 0.3)
+    assert threading.active_count() == 1
+    with pytest.raises(OSError, match="the drive is gone"):
+        kept_together(lambda: time.sleep(0.01), fails, 0.01, 0.01)

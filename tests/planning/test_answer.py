@@ -239,6 +239,18 @@ def test_python_gives_the_same_answer(model: Path, capsys: pytest.CaptureFixture
     assert to_json(report) == found
 
 
+def test_one_path_from_python_is_one_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[TrainOptions] = []
+    monkeypatch.setattr(answer, "ask", lambda options, *_: asked.append(options))
+    monkeypatch.setattr(answer, "answer", lambda _: None)
+    for store, data in ((tmp_path, tmp_path / "a.jsonl"), (str(tmp_path), str(tmp_path / "a.jsonl"))):
+        spillway.predict("gpt-13b", store=store, data=data)
+    spillway.predict("gpt-13b", store=[tmp_path], data=[tmp_path / "a.jsonl"])
+    spillway.predict("gpt-13b")
+    expected = [((str(tmp_path),), (str(tmp_path / "a.jsonl"),))] * 3 + [((".",), ())]
+    assert [(options.store, options.data) for options in asked] == expected
+
+
 def test_any_module_is_planned_with_an_example_and_stays_as_it_is() -> None:
     module = models.dit()
     before = {name: param.clone() for name, param in module.named_parameters()}

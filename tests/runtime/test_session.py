@@ -1,5 +1,6 @@
 """Updates that belong to the next forward come to rest whatever the user does instead of it."""
 
+import copy
 import os
 import signal
 import threading
@@ -532,3 +533,53 @@ def test_updates_that_a_passing_fault_has_stopped_are_made_again_where_nothing_w
             trained(tmp_path / "faulty", 1)
     else:
         assert equal(trained(tmp_path / "faulty", 2), expected)
+
+
+def test_a_device_that_fails_while_a_model_is_closed_leaves_no_lanes_and_no_locks(tmp_path: Path) -> None:
+    model, optimizer = on_disk(tmp_path, "serial")
+    step(model, optimizer)
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    prepared(model).session.device.mark = fail  # type: ignore[method-assign,assignment]
+    lanes = prepared(model).session.engine.executor._threads
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        close(model)
+    assert lanes and not any(lane.is_alive() for lane in lanes)
+    again, _ = spillway.prepare(models.llama(), store=tmp_path, device="cpu", resume=True)
+    read_parameters(again)
+    close(again)
+
+
+class AsksItself(nn.Module):
+    """Its forward looks at what it would say itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.fails = False
+
+    def forward(self, x: torch.Tensor, inner: bool = False) -> torch.Tensor:
+        if not inner:
+            with torch.no_grad():
+                x = x + self(x, inner=True)
+        for layer in self.layers:
+            x = layer(x)
+        if self.fails and not inner:
+            raise ArithmeticError
+        return x
+
+
+def test_a_forward_that_failed_after_it_called_itself_was_no_forward() -> None:
+    plain = AsksItself()
+    model, optimizer = spillway.prepare(copy.deepcopy(plain), device="cpu", gradient_accumulation_steps=2)
+    x = torch.randn(4, 8)
+    loss = model(x).square().sum()
+    assert torch.equal(loss, plain(x).square().sum())
+    loss.backward()
+    model.fails = True  # type: ignore[assignment]
+    with pytest.raises(ArithmeticError):
+        model(x)
+    optimizer.zero_grad()
+    close(model)

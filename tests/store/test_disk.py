@@ -190,3 +190,11 @@ def test_a_fork_holds_neither_files_nor_locks(tmp_path: Path) -> None:
     StripedDisk(even_geometry((tmp_path,)), keep=False).close()
     for end in (told, tell):
         os.close(end)
+
+
+def test_a_directory_with_a_name_like_ours_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "spillway.data.backup").mkdir()
+    disk = StripedDisk(even_geometry((tmp_path,)), keep=False)
+    disk.drop_others()
+    assert (tmp_path / "spillway.data.backup").is_dir()
+    disk.close()

@@ -91,6 +91,11 @@ class MixedSource:
             if name not in self._on_disk:
                 self._originals.pop(name, None)
 
+    def close(self) -> None:
+        """Close the files; reading opens them again."""
+        for source, _ in self._on_disk.values():
+            source.close()
+
 
 class TensorFile(Protocol):
     """One open file of a model directory."""

@@ -1,6 +1,7 @@
 """The whole answer of `spillway plan`: what a plan promises, and what would help."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -29,7 +30,7 @@ def answer(question: Question) -> PlanReport:
 def predict(
     model: str | nn.Module,
     hardware: str | None = None,
-    data: tuple[str, ...] = (),
+    data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     example: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> PlanReport:
@@ -38,9 +39,10 @@ def predict(
     `model`: a directory with a config.json, a hub name, one of the papers' shapes, or any module (on the meta device,
     too) with an `example`, keyword arguments of one forward; what is computed at a time is then as many rows. The
     module stays as it is. `hardware`: a name, parts such as "rtx4090+4x990pro+128GB", or a TOML file; None: this
-    machine, measured. `options`: fields of TrainOptions. Raises UsageError.
+    machine, measured. `data`: one path or several. `options`: fields of TrainOptions; `store` may be one path, too.
+    Raises UsageError.
     """
-    stores = tuple(options.pop("store", ())) or (".",)
+    stores = _several(options.pop("store", ())) or (".",)
     own = None
     if isinstance(model, nn.Module):
         if example is None:
@@ -48,8 +50,12 @@ def predict(
         own = OwnModel(model, example)
         options = {"per_device_train_batch_size": max(batch_rows(example), 1), **options}
     name = model if isinstance(model, str) else type(model).__name__
-    given = TrainOptions(model=name, data=data, output_dir="", store=stores, **options)
+    given = TrainOptions(model=name, data=_several(data), output_dir="", store=stores, **options)
     return answer(ask(given, hardware, Reporter(), own))
+
+
+def _several(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    return (os.fspath(paths),) if isinstance(paths, str | os.PathLike) else tuple(str(path) for path in paths)
 
 
 def _changes(question: Question) -> list[tuple[str, Question]]:

@@ -47,6 +47,7 @@ from spillway.spec.options import TrainOptions
 from spillway.spec.plan import KeepPoints, Plan
 from spillway.spec.sizes import format_size, parse_size
 from spillway.spec.state import StateFormat
+from spillway.store.layout import prevailing_dtype
 
 # The GPT shapes of the papers: layers, heads, hidden (vocabulary 50,257).
 GPT_SHAPES = {
@@ -77,10 +78,7 @@ class OwnModel:
     @property
     def dtype(self) -> torch.dtype:
         """That most of its parameters have."""
-        sizes: dict[torch.dtype, int] = {}
-        for param in self.module.parameters():
-            sizes[param.dtype] = sizes.get(param.dtype, 0) + param.numel()
-        return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+        return prevailing_dtype((param.dtype, param.numel()) for param in self.module.parameters())
 
     def on_meta(self) -> nn.Module:
         """The module without its weights; it itself stays as it is."""

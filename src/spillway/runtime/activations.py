@@ -86,9 +86,12 @@ class Activations:
         kept: list[Held | StoredInput] = []
         for hole, tensor in zip(call.holes, tensors, strict=True):
             held = Held.of(tensor)
+            if hole not in acts:  # one that units share may be expanded: its copy would be many times as large
+                kept.append(held)
+                continue
             order = order_of(tensor)
             lying = tensor.detach().permute(order).contiguous()
-            at = outgoing.put(lying, [held]) if hole in acts else None
+            at = outgoing.put(lying, [held])
             kept.append(held if at is None else StoredInput(at, lying.shape, tensor.dtype, order))
         if tape is not None:
             tape.release(outgoing)

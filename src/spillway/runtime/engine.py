@@ -89,11 +89,13 @@ class Engine:
     def close(self) -> None:
         """End the lanes and release memory, files and locks."""
         self._closed = True
-        if self._executor is not None:
-            self._executor.close()
-            self._executor = None
-        self._worker = None  # which holds the slabs
-        self.store.close()
+        executor, self._executor = self._executor, None
+        try:
+            if executor is not None:
+                executor.close()
+        finally:
+            self._worker = None  # which holds the slabs
+            self.store.close()
 
     def start(self, ops: tuple[Op, ...], step: StepState) -> None:
         """Begin a list; a step that does not find what the one before should have left to it, without that."""

@@ -198,12 +198,14 @@ class Executor:
     def close(self) -> None:
         """End the lanes."""
         atexit.unregister(self._close_at_exit)
-        self.abandon()
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        try:
+            self.abandon()  # may find that the device has failed
+        finally:
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+            for thread in self._threads:
+                thread.join()
 
     def _close_at_exit(self) -> None:
         if os.getpid() == self._process:  # a fork has no lanes to wait for

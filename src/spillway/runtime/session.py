@@ -156,6 +156,8 @@ class Session:
             self._begin_forward_only(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._phase is Phase.FORWARD and not torch.is_grad_enabled():
+            return  # it calls itself, and goes on
         self.forks.end(is_whole=self._phase is Phase.FORWARD and output is not None)
         if self._phase is Phase.FORWARD:
             self._phase, self._is_whole = Phase.FORWARD_OVER, output is not None

@@ -103,10 +103,11 @@ class StripedDisk:
             raise
 
     def drop_others(self) -> None:
-        """Remove the data of stores that lay under these paths before: a move that was killed leaves one."""
+        """Remove the data of stores that lay under these paths before: a move that was killed leaves one. Raises
+        OSError."""
         for path in self._paths:
             for file in path.glob("spillway.data*"):
-                if file.name != self.geometry.file_name:
+                if file.name != self.geometry.file_name and file.is_file():
                     file.unlink(missing_ok=True)
 
     def reserve(self, num_bytes: int) -> None:

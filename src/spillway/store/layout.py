@@ -1,5 +1,6 @@
 """How the tensors of a unit lie in its extent, its slot and its host buffers: the same order everywhere."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -96,6 +97,14 @@ class UnitLayout:
         """The parameter as a view of a uint8 buffer that holds the unit's weights (or, if trainable, its gradient)."""
         start, stop = self.byte_range(place)
         return buffer[start:stop].view(place.dtype).view(place.shape)
+
+
+def prevailing_dtype(counted: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
+    """The one that most elements have, of (dtype, number of elements); float32 where there are none."""
+    totals: dict[torch.dtype, int] = {}
+    for dtype, numel in counted:
+        totals[dtype] = totals.get(dtype, 0) + numel
+    return max(totals, key=lambda dtype: totals[dtype], default=torch.float32)
 
 
 def lay_out(

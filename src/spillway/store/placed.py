@@ -253,8 +253,9 @@ class PlacedStore:
         disk = None
         if self._geometry is not None:
             disk = StripedDisk(self._geometry, keep=bool(self._saved), check=self._refuse_changed)
-            disk.drop_others()
         try:
+            if disk is not None:
+                disk.drop_others()
             return self._lay_homes(plan, profile, disk)
         except BaseException:
             if disk is not None:

@@ -100,10 +100,11 @@ class _Run:
         try:
             with self._reporter.training(training.total, progress.step) as line:
                 while progress.step < training.total and not self._has_written_enough():
+                    before = progress.step
                     self._step(metrics, line)
                     if stop.asked:
                         break
-                    if progress.step % self._options.save_steps == 0:
+                    if progress.step > before and progress.step % self._options.save_steps == 0:
                         self._save_behind()
         except NonFinite:
             if training.session.rest.is_intact:
