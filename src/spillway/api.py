@@ -15,7 +15,7 @@ from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import MAX_SHARD_BYTES, save_weights, weights_bytes
 from spillway.checkpoint.sources import persistent_buffers
 from spillway.model.units import Unit
-from spillway.optim.clip import Clipping, LossScale
+from spillway.optim.clip import LossScale
 from spillway.optim.config import SGD, AdamW, Lion, Rule, state_format
 from spillway.optim.groups import named_groups
 from spillway.optim.optimizer import StreamingOptimizer
@@ -139,20 +139,18 @@ def prepare(
         if count is not None and count < 1:
             raise UsageError(f"{name} must be at least 1, not {count}")
     own_groups = named_groups(model, param_groups, settings)
-    clipping = Clipping(settings.clip_by, settings.max_grad_norm)
     is_half = any(param.dtype is torch.float16 for param in model.parameters() if param.requires_grad)
     loss_scale = LossScale.of(settings.loss_scale, is_half)
-    waits = clipping.waits_for_norm or loss_scale.is_dynamic or settings.may_skip
     request = PlanRequest(
-        update,
-        weights,
-        states,
-        waits,
-        gradient_accumulation_steps,
-        bool(store),
-        keep,
-        activations,
-        policy,
+        update=update,
+        weights=weights,
+        states=states,
+        clip=settings.waits_for_norm(is_half),
+        accumulation=gradient_accumulation_steps,
+        has_store=bool(store),
+        keep=keep,
+        activations=activations,
+        policy=policy,
         streams=streams,
     )
     place = Place(store, device, device_memory, host_memory, disk_memory)
@@ -168,7 +166,7 @@ def prepare(
         own_groups,
     )
     segments = [_segments(unit, session, streaming) for unit in session.units]
-    session.train_by(streaming.hypers, segments, clipping, loss_scale)
+    session.train_by(streaming.hypers, segments, settings.clipping, loss_scale)
     parts.optimizer, parts.points.at_step = streaming, streaming.saved
     if example is not None:
         _open(model, example)

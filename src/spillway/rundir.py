@@ -124,7 +124,7 @@ def losses_shown(run: Path, last_step: int | None = None) -> list[float]:
 
 def store_directories(options: TrainOptions, run: Path) -> tuple[Path, ...]:
     """One directory for this run under every --store path; without any, those of last time, or inside the run."""
-    known = _remembered(run)
+    known = stores_of_last_time(run)
     if known and not options.store:
         return known
     if not options.store and (run / "config.json").exists():
@@ -143,9 +143,9 @@ def remember_stores(run: Path, stores: tuple[Path, ...]) -> None:
     write_whole(run / _STORES, json.dumps({"run": str(run.resolve()), "stores": list(map(str, stores))}))
 
 
-def _remembered(run: Path) -> tuple[Path, ...]:
-    """Where the store was last time, also of a run that was moved, with it or without; nothing for a copy of one that
-    is still there."""
+def stores_of_last_time(run: Path) -> tuple[Path, ...]:
+    """The store paths that a start of the run has noted last, also of a run that was moved, with them or without; none
+    for a new one and for a copy of one that is still there."""
     try:
         found = json.loads((run / _STORES).read_text())
         was, stores = Path(found["run"]), tuple(map(Path, found["stores"]))
@@ -156,15 +156,10 @@ def _remembered(run: Path) -> tuple[Path, ...]:
     return tuple(run.resolve() / path.relative_to(was) if path.is_relative_to(was) else path for path in stores)
 
 
-def stores_of_last_time(run: Path) -> tuple[Path, ...]:
-    """The store paths that a start of the run has noted last; none for a new one."""
-    return _remembered(run)
-
-
 def where_saved(options: TrainOptions, run: Path) -> Path:
     """The directory with the saved points: under the first store path of now or of last time, or in the run."""
     candidates = [*store_directories(options, run)]
     if (run / "config.json").exists():
         candidates += store_directories(read_options(run), run)
-    candidates += [*_remembered(run), run.resolve() / "store"]
+    candidates += [*stores_of_last_time(run), run.resolve() / "store"]
     return next((path for path in candidates if manifest_files(path)), candidates[0])

@@ -22,7 +22,7 @@ from spillway.optim.update import split_master
 from spillway.report.progress import Reporter
 from spillway.rundir import read_options, where_saved
 from spillway.saved_run import open_run
-from spillway.spec.errors import DiskError, UsageError, VerificationFailed
+from spillway.spec.errors import DiskError, UsageError, VerificationFailed, required
 from spillway.spec.options import TrainOptions
 from spillway.spec.sizes import format_size
 from spillway.store.manifest import manifest_files
@@ -211,6 +211,4 @@ def _exact(options: TrainOptions) -> AdamW:
     """The run's AdamW. Narrow states have no counterpart in plain PyTorch, so they are compared in their exact form;
     gradients are clipped by their global norm and the loss is not scaled, in both."""
     settings = settings_of(replace(options, optim="adamw", master_bits=32, clip_by="norm", loss_scale="1.0"))
-    if not isinstance(settings, AdamW):
-        raise AssertionError("--optim adamw is AdamW")
-    return settings
+    return required(settings if isinstance(settings, AdamW) else None, "--optim adamw is AdamW")

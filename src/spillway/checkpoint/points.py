@@ -166,7 +166,7 @@ class SavedPoints:
         return self.are_kept and step != self.saved_step
 
     def save_behind(self, store: PlacedStore, step: int, progress: Callable[[int], None] = _untold) -> None:
-        """The same while the next step runs; it is committed by that step's end, or by `settle`."""
+        """As `save`, but written while the next step runs; committed by that step's end, or by `settle`."""
         self.settle(store)
         if not self._is_new(step):
             return

@@ -64,7 +64,7 @@ class Given:
     facts: Any
 
     def again(self, inputs: dict[int, torch.Tensor]) -> Any:
-        """The same of a call with these inputs."""
+        """What a call like it would give with these inputs."""
         leaves = [
             leaf.again() if isinstance(leaf, _Made) else inputs[leaf.place] if isinstance(leaf, _Input) else leaf
             for leaf in self.leaves

@@ -1,7 +1,7 @@
 """Classes of operators: which outputs are worth keeping between forward and backward, and what each costs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
@@ -90,11 +90,6 @@ class _Sum:
     count: int = 0
 
 
-@dataclass(slots=True)
-class _Found:
-    classes: dict[str, _Sum] = field(default_factory=dict)
-
-
 class OperatorTally(TorchDispatchMode):
     """Adds up what the operators of one call give and cost, and follows its `inputs` (by place). `flops`: of all of
     them. `mixes_rows`: one of them does."""
@@ -103,7 +98,7 @@ class OperatorTally(TorchDispatchMode):
         super().__init__()
         self.flops = 0.0
         self.mixes_rows = False
-        self._found = _Found()
+        self._found: dict[str, _Sum] = {}  # by class
         self._places = frozenset(inputs or ())
         self._sources: dict[int, frozenset[int]] = {}  # by storage: the inputs that its content comes from
         self._is_lost = False  # something went through a tensor without a storage
@@ -124,7 +119,7 @@ class OperatorTally(TorchDispatchMode):
             self._trace(func, args, kwargs, result)
         if _makes_something(func):
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            entry = self._found.classes.setdefault(class_of(func, args, kwargs) or OTHER, _Sum())
+            entry = self._found.setdefault(class_of(func, args, kwargs) or OTHER, _Sum())
             entry.flops += flops
             entry.num_bytes += sum(align(tensor.numel() * tensor.element_size(), PAGE) for tensor in tensors)
             entry.count += len(tensors)
@@ -152,7 +147,7 @@ class OperatorTally(TorchDispatchMode):
         """What was seen, the highest FLOPs per byte first."""
         found = [
             OperatorClass(name, entry.flops, entry.num_bytes, entry.count, name == OTHER)
-            for name, entry in self._found.classes.items()
+            for name, entry in self._found.items()
         ]
         return tuple(sorted(found, key=lambda entry: -entry.benefit))
 

@@ -378,7 +378,7 @@ def _whole(call: CallRecord) -> int:
 
 
 def with_form(profile: ModelProfile, units: tuple[Unit, ...], form: StateFormat) -> ModelProfile:
-    """The same calls of the same units, laid out for another optimizer."""
+    """A profile with its units laid out for another optimizer."""
     units = tuple(replace(unit, layout=laid_out_for(unit.layout, form)) for unit in units)
     return replace(
         profile,

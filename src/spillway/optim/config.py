@@ -4,6 +4,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from spillway.optim.clip import Clipping, LossScale
 from spillway.spec.errors import UsageError
 from spillway.spec.options import TrainOptions
 from spillway.spec.state import CLIP_BY, MOMENTS, StateFormat
@@ -34,6 +35,17 @@ class Settings:
     decay_all: bool = False
     moments: str = "float32"
     master_bits: int = 32
+
+    @property
+    def clipping(self) -> Clipping:
+        """What becomes of gradients that are too large."""
+        return Clipping(self.clip_by, self.max_grad_norm)
+
+    def waits_for_norm(self, is_half: bool) -> bool:
+        """Whether no update is final before all gradients are known: to clip by their norm, or to skip the step.
+        `is_half`: of float16 parameters."""
+        is_dynamic = LossScale.of(self.loss_scale, is_half).is_dynamic
+        return self.clipping.waits_for_norm or is_dynamic or self.may_skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import torch
 
 from spillway import native
 from spillway.optim import narrow
+from spillway.spec.errors import required
 from spillway.spec.sizes import PAGE, align
 from spillway.spec.state import BLOCK, StateFormat
 
@@ -227,8 +228,7 @@ def _random_bits(part: StateRange, seed: int) -> narrow.RandomBits:
 
 def _load(part: StateRange, array: torch.Tensor | None, index: int, code: narrow.Code) -> torch.Tensor:
     """A moment as float32; in place where it is."""
-    if array is None:
-        raise AssertionError(f"{part.form.rule} has no such moment")
+    array = required(array, f"{part.form.rule} has no such moment")
     if array.dtype is torch.uint8 and part.scales is not None:
         return narrow.decode(array, part.scales[index::2], code)
     return array if array.dtype is torch.float32 else array.float()

@@ -21,20 +21,17 @@ class Phase:
     read: float = 0.0
     write: float = 0.0
 
-    def seconds(self, hardware: HardwareSpec, **more: float) -> float:
+    def seconds(self, hardware: HardwareSpec) -> float:
         """Of the busiest resource: each lane at its rate; a drive that reads and writes at once keeps `disk_together`
         of each rate, a link that is used both ways `link_together`; where the cores are shared, all that runs on them
-        adds up. `more`: to be done besides."""
-        flops, upload = self.flops + more.get("flops", 0.0), self.upload + more.get("upload", 0.0)
-        download, read = self.download + more.get("download", 0.0), self.read + more.get("read", 0.0)
-        reading = read / hardware.read_bytes_per_s
-        writing = (self.write + more.get("write", 0.0)) / hardware.write_bytes_per_s
+        adds up."""
+        reading, writing = self.read / hardware.read_bytes_per_s, self.write / hardware.write_bytes_per_s
         on_cores = (
-            flops / hardware.device_flops_per_s,
+            self.flops / hardware.device_flops_per_s,
             self.updated / hardware.update_params_per_s,
             self.visiting / hardware.device_update_params_per_s,
-            upload / hardware.upload_bytes_per_s,
-            download / hardware.download_bytes_per_s,
+            self.upload / hardware.upload_bytes_per_s,
+            self.download / hardware.download_bytes_per_s,
         )
         drive = max(reading, writing, (reading + writing) / max(2 * hardware.disk_together, 1.0))
         link = (on_cores[3] + on_cores[4]) / max(2 * hardware.link_together, 1.0)
@@ -124,9 +121,8 @@ def is_held_up_by_recomputing(model: ModelProfile, placement: Placement, hardwar
         return again > 0
     within = _update([(unit, where) for unit, where in _used(model, placement) if not where.defers])
     behind = backward if placement.update == "serial" else backward + within
-    return any(
-        part.seconds(hardware, flops=-again) < part.seconds(hardware) for part in (behind, forward + backward + update)
-    )
+    parts = (behind, forward + backward + update)
+    return any((part + Phase(-again)).seconds(hardware) < part.seconds(hardware) for part in parts)
 
 
 def phases(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase]:

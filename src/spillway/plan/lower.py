@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from spillway.plan.build import Builder
 from spillway.plan.fetch import Fetches, Use
-from spillway.plan.pools import SlabNames, recomputed_flops
+from spillway.plan.pools import SlabNames, act_lease, recomputed_flops
 from spillway.plan.updates import Round, Updates
 from spillway.spec.errors import invariant
 from spillway.spec.model import ModelProfile
@@ -139,7 +139,7 @@ class Lowering:
         if self._next_act_upload >= len(self._act_order):
             return False
         call = self._act_order[self._next_act_upload]
-        pool, lease = self._names.act_slot(call), f"as{call}"
+        pool, lease = self._names.act_slot(call), act_lease(call)
         if call not in self._act_on_host or not self._build.has_room(pool):
             return False
         ready, staged = self._act_on_host[call]

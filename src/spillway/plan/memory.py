@@ -35,7 +35,7 @@ def residents(model: ModelProfile, placement: Placement, unit: int) -> Residents
             device += profile.grad_bytes
     if where.states == "device":
         device += profile.state_bytes
-    if where.weights == "host" or (where.weights == "device" and where.states in ("host", "none")):
+    if where.has_host_weights:
         host += profile.weight_bytes
     if where.states == "host":
         host += profile.state_bytes

@@ -177,6 +177,11 @@ def recomputed_flops(call: CallProfile, kept: Kept) -> float:
     return call.flops - sum(operator.flops for operator in call.operators if operator.name in kept.tape)
 
 
+def act_lease(call: int) -> str:
+    """That of the device slab which what was kept of a call comes back to."""
+    return f"as{call}"
+
+
 def state_slab_bytes(elements: int, bytes_per_element: int) -> int:
     """A slab that holds one subgroup: its components one after another, each at a whole page."""
     padded = -(-elements // ELEMENT_ALIGNMENT) * ELEMENT_ALIGNMENT

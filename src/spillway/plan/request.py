@@ -36,7 +36,6 @@ class Space:
     inputs: tuple[str, ...]
     keeps: tuple[str, ...]  # of "tape" and "everything"
     kept_in: tuple[str, ...]
-    must_keep: bool
     update: str  # a mode, or "auto"
     policy: Policy
 
@@ -49,7 +48,7 @@ class Space:
         return replace(self, weights=weights, states=states, grads=grads)
 
     def without_drives(self) -> "Space | None":
-        """The same without them also for activations. None where that is no other space."""
+        """As `in_memory`, and without the drives for activations, too. None where that is no other space."""
         space, inputs, kept_in = self.in_memory(), _without_disk(self.inputs), _without_disk(self.kept_in)
         if space is None or not inputs or inputs == self.inputs or (self.kept_in and not kept_in):
             return None
@@ -90,11 +89,10 @@ def space_of(request: PlanRequest) -> Space:
         keeps, kept_in = ("everything",), ("device",)
     elif wanted in TIERS:
         keeps, kept_in = ("everything",), (wanted,)
-    must_keep = policy.must_keep or wanted in TIERS
     inputs = _tiers("inputs of units", "auto", policy.inputs, policy, request.has_store)
     grads = _tiers("gradients", "auto", policy.grads, policy, request.has_store)
     kept = tuple(tier for tier in _FARTHEST_FIRST if tier in kept_in and (tier != "disk" or request.has_store))
-    return Space(weights, states, grads, inputs, keeps, kept, must_keep, _update(request, policy), policy)
+    return Space(weights, states, grads, inputs, keeps, kept, _update(request, policy), policy)
 
 
 _FARTHEST_FIRST = ("disk", "host", "device")

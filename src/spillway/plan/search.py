@@ -287,9 +287,7 @@ class _Search:
         for place in sorted(bounds, key=lambda place: (bounds[place], self._recomputed(self._seen[place]))):
             if place != tried:
                 best = self._best_variant(best, self._seen[place], bounds[place])
-        if best is None:
-            raise AssertionError("nothing was left to choose from")
-        return best
+        return required(best, "nothing was left to choose from")
 
     def _best_variant(self, best: _Timed | None, candidate: Candidate, bound: float) -> _Timed:
         """The best so far or a faster way to update of this candidate, whose ways all take `bound` at least."""
@@ -306,9 +304,7 @@ class _Search:
             first = first or found
             if best is None or found.seconds < best.seconds:
                 best = found
-        if best is None:
-            raise AssertionError("a candidate has no way to update")
-        return best
+        return required(best, "a candidate has no way to update")
 
     @property
     def _searches_freely(self) -> bool:

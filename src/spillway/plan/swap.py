@@ -58,8 +58,9 @@ def step_curve(
         if output is not None:
             moved, flops = moved + output.num_bytes, flops + output.flops
         over = max(moved - room, 0)
-        seconds = forward.seconds(hardware, download=moved, write=over)
-        points.append((moved, seconds + backward.seconds(hardware, upload=moved, read=over, flops=-flops)))
+        away = (forward + Phase(download=moved, write=over)).seconds(hardware)
+        back = (backward + Phase(-flops, upload=moved, read=over)).seconds(hardware)
+        points.append((moved, away + back))
     return points
 
 

@@ -300,8 +300,7 @@ def state_traffic(where: UnitPlacement, unit: UnitProfile) -> tuple[int, int]:
     Weights that rest on the device or the host are written too where the states are on disk, so that what is on disk is
     always a whole unit of one step. Frozen ones are neither read nor written.
     """
-    on_disk = where.weights == "disk" or (where.weights == "device" and where.states == "disk")
     states = unit.state_bytes if where.states == "disk" else 0
-    read = (unit.trained_bytes if on_disk else 0) + states
-    write = (unit.trained_bytes if on_disk or where.states == "disk" else 0) + states
+    read = (unit.trained_bytes if where.updates_disk_weights else 0) + states
+    write = (unit.trained_bytes if where.updates_disk_weights or where.states == "disk" else 0) + states
     return read + (unit.grad_bytes if where.grads == "disk" else 0), write

@@ -13,7 +13,7 @@ from spillway.model.units import find_units
 from spillway.runtime.device import CpuDevice
 from spillway.runtime.forwards import Batch
 from spillway.runtime.session import Session
-from spillway.spec.errors import UsageError
+from spillway.spec.errors import InvariantError, UsageError
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
@@ -74,7 +74,7 @@ class ModelProfiler:
 
 
 def _no_plan(profile: ModelProfile, is_open: bool) -> Plan:
-    raise AssertionError("a model that is only profiled was to be planned")
+    raise InvariantError("a model that is only profiled was to be planned")
 
 
 def _nothing() -> None:

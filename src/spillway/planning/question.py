@@ -191,15 +191,14 @@ class Question:
     def _request(self, machine: Machine) -> PlanRequest:
         options = self.options
         return PlanRequest(
-            options.update,
-            options.weights,
-            options.states,
-            options.waits_for_norm,
-            1,
-            machine.disk_bytes > 0,
-            KeepPoints(options.save_total_limit, options.save_total_limit > 0),
-            options.activations,
-            options.policy,
+            update=options.update,
+            weights=options.weights,
+            states=options.states,
+            clip=self.settings().waits_for_norm(_dtype(options, self.own) is torch.float16),
+            has_store=machine.disk_bytes > 0,
+            keep=KeepPoints(options.save_total_limit, options.save_total_limit > 0),
+            activations=options.activations,
+            policy=options.policy,
             streams=options.streams or None,
         )
 
@@ -231,8 +230,7 @@ def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: Ow
     paths = tuple(map(Path, options.store))
     if hardware is None:
         refuse_missing(options.device)
-        dtype = as_dtype(options.dtype) if own is None else own.dtype
-        machine = this_machine(paths, dtype, device=options.device)
+        machine = this_machine(paths, _dtype(options, own), device=options.device)
         machine = replace(machine, hardware=as_seen(machine.hardware, paths))
     else:
         machine = find_machine(hardware)
@@ -327,6 +325,10 @@ def gpt_shape(name: str) -> tuple[int, int, int] | None:
     if shape is None and re.fullmatch(r"gpt-[0-9.]+b", name.lower()):
         raise UsageError(f"there is no shape '{name}': known are {', '.join(GPT_SHAPES)}")
     return shape
+
+
+def _dtype(options: TrainOptions, own: OwnModel | None) -> torch.dtype:
+    return as_dtype(options.dtype) if own is None else own.dtype
 
 
 def build(name: str, dtype: torch.dtype, layers: int | None = None, positions: int = 0) -> nn.Module:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from spillway.model.layouts import Order, inverse, order_of
-from spillway.plan.pools import stored_bytes
+from spillway.plan.pools import act_lease, stored_bytes
 from spillway.runtime.calls import FlatCall
 from spillway.runtime.graph import Graph
 from spillway.runtime.held import Held, Outgoing
@@ -68,7 +68,7 @@ class Activations:
 
     def lent(self, index: int) -> list[torch.Tensor]:
         """The slab of a call whose backward is under way, where it has one."""
-        return [self._slab(index)] if self._moves(index) and self._pools.holds([_slot_lease(index)]) else []
+        return [self._slab(index)] if self._moves(index) and self._pools.holds([act_lease(index)]) else []
 
     def new_tape(self, index: int, call: FlatCall) -> Tape | None:
         """What takes outputs of operators in the forward of a call; None where none are kept."""
@@ -126,8 +126,4 @@ class Activations:
         return Outgoing(name, stored_bytes(self._schedule.profile.calls[index], self._kept(index)))
 
     def _slab(self, index: int) -> torch.Tensor:
-        return self._pools.buffer(_slot_lease(index))
-
-
-def _slot_lease(index: int) -> str:
-    return f"as{index}"
+        return self._pools.buffer(act_lease(index))

@@ -42,7 +42,7 @@ class BufferGuard:
 
     @contextmanager
     def again(self, call: int) -> Iterator[None]:
-        """The same computation, whose changes are undone."""
+        """Within, a call is computed a second time: what it changes is undone."""
         if call not in self._before:
             yield
             return

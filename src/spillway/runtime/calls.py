@@ -155,7 +155,7 @@ def rng_state(device: torch.device) -> RngState:
 
 
 def set_rng_state(device: torch.device, state: RngState) -> None:
-    """The reverse of `rng_state`."""
+    """Go on with the random numbers that `rng_state` has noted."""
     torch.set_rng_state(state.cpu)
     if state.device is not None:
         torch.cuda.set_rng_state(state.device, device)

@@ -14,7 +14,7 @@ from spillway.runtime.executor import Executor
 from spillway.runtime.lanes import LaneWorker, StepState
 from spillway.runtime.schedules import Schedule
 from spillway.runtime.window import Gradients, leaves, sums_of
-from spillway.spec.errors import UsageError, invariant
+from spillway.spec.errors import UsageError, invariant, required
 from spillway.spec.plan import HOME, Op
 from spillway.store.arena import SlabPools
 from spillway.store.placed import PlacedStore
@@ -122,9 +122,7 @@ class Engine:
     @property
     def worker(self) -> LaneWorker:
         """Carries out their operations."""
-        if self._worker is None:
-            raise AssertionError("nothing was opened")
-        return self._worker
+        return required(self._worker, "nothing was opened")
 
     @property
     def step(self) -> StepState:
@@ -134,23 +132,17 @@ class Engine:
     @property
     def pools(self) -> SlabPools:
         """The slabs of the plan in force."""
-        if self.store.pools is None:
-            raise AssertionError("no slabs are laid out")
-        return self.store.pools
+        return required(self.store.pools, "no slabs are laid out")
 
     @property
     def in_force(self) -> Schedule:
         """The schedule that was opened last."""
-        if self.schedule is None:
-            raise AssertionError("no plan is in force")
-        return self.schedule
+        return required(self.schedule, "no plan is in force")
 
     def upcoming_call(self, index: int, backward: bool) -> Op:
         """The compute operation of a call; operations of calls that autograd did not reach are passed over."""
         while True:
-            op = self.executor.upcoming_compute()
-            if op is None:
-                raise AssertionError("the step has no operation left for this call")
+            op = required(self.executor.upcoming_compute(), "the step has no operation left for this call")
             if op.call == index and (op.kind == "BACKWARD") == backward:
                 return op
             invariant(backward and op.kind == "BACKWARD", f"call {index} ran out of order")
@@ -164,9 +156,8 @@ class Engine:
         begun = self.executor.begin_compute(op)
         gradients = self._open_gradients(op) if op.kind == "BACKWARD" and op.target else None
         unit, home = self.units[op.unit], self.store.homes.units[op.unit].device_weight
-        slot = home if op.source == HOME else self.pools.buffer(op.source)
-        if slot is None:
-            raise AssertionError(f"{unit.name} is not on the device")
+        here = f"{unit.name} is not on the device"
+        slot = required(home, here) if op.source == HOME else self.pools.buffer(op.source)
         views = leaves(unit, slot)
         forks = self.in_force.plan.placement.streams > 1 and not torch.is_inference_mode_enabled()
         sums = sums_of(views.values()) if forks else []
@@ -194,9 +185,9 @@ class Engine:
         device, of this optimizer step."""
         home = self.store.homes.units[op.unit]
         stays = op.target == HOME
-        grads = home.device_grad if stays else self.pools.buffer(op.target)
-        if grads is None:
-            raise AssertionError(f"{self.units[op.unit].name} has no gradient buffer on the device")
+        name = self.units[op.unit].name
+        at_home = f"{name} has no gradient buffer on the device"
+        grads = required(home.device_grad, at_home) if stays else self.pools.buffer(op.target)
         is_fresh = not (home.has_grad if stays else op.unit in self.step.fresh)
         if stays:
             home.has_grad = True

@@ -141,7 +141,8 @@ class Executor:
             self._raise_failure()
 
     def wait(self) -> Trace:
-        """The same, and when everything was done, for which compute has to be over on the device, too."""
+        """Return when every lane is done, and compute on the device, too, with what ran when. Raises what a lane
+        raised."""
         self.join()
         spans = tuple(map(self._by_device, self._spans))
         return Trace(spans, max((span.end_s for span in spans), default=0.0))

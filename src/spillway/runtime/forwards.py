@@ -32,7 +32,7 @@ from spillway.runtime.calls import own_copy, rng_kept
 from spillway.runtime.device import Device
 from spillway.runtime.window import fake_leaves, leaves
 from spillway.runtime.works import Works, on_fakes
-from spillway.spec.errors import UsageError
+from spillway.spec.errors import UsageError, required
 from spillway.spec.model import ModelProfile
 
 
@@ -176,17 +176,16 @@ class Forwards:
 
     def call(self, call: UnitCall) -> Any:
         """A unit's member was called while profiling."""
-        if self._profiler is None:
-            raise AssertionError("no forward is being profiled")
+        profiler = required(self._profiler, "no forward is being profiled")
         is_beside = not torch.is_grad_enabled()
         self.calls_beside |= is_beside
         if not self._is_real:
             if not is_beside:
-                return self._profiler.call(call)
+                return profiler.call(call)
             with self._with_fakes(call.unit):
                 return call.run()
         with self._on_demand(call.unit) as (slot, _):
-            result = call.run() if is_beside else self._call_real(self._profiler, call, slot)
+            result = call.run() if is_beside else self._call_real(profiler, call, slot)
             return tree_map_only(torch.Tensor, lambda output: own_copy(output, [slot]), result)
 
     def _call_real(self, profiler: Profiler, call: UnitCall, slot: torch.Tensor) -> Any:

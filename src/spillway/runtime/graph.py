@@ -8,7 +8,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from spillway.runtime.held import Held, Outgoing, address_of
 from spillway.runtime.window import Gradients
-from spillway.spec.errors import UsageError
+from spillway.spec.errors import UsageError, required
 
 _SLOT = -1
 
@@ -152,9 +152,8 @@ class Graph:
             return kept.unchanged(self.name)
         for held in self._held.get(kept.storage, ()):
             held.unchanged(self.name)
-        base = self._slot if kept.storage == _SLOT else self._bytes.get(kept.storage, self._slab)
-        if base is None:
-            raise AssertionError("a tensor was moved away and its slab did not come back")
+        found = self._slot if kept.storage == _SLOT else self._bytes.get(kept.storage, self._slab)
+        base = required(found, "a tensor was moved away and its slab did not come back")
         start = base.storage_offset() + self._offsets.get(kept.storage, 0)
         empty = torch.empty(0, dtype=kept.dtype, device=base.device)
         offset = (start + kept.byte_offset) // kept.dtype.itemsize

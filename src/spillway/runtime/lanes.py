@@ -10,7 +10,7 @@ from spillway.optim.clip import Clipping
 from spillway.optim.update import Hyper, StateRange, laid_in, sum_squares, update_range
 from spillway.runtime.device import Device
 from spillway.runtime.held import Outgoing
-from spillway.spec.errors import NonFinite, required
+from spillway.spec.errors import InvariantError, NonFinite, required
 from spillway.spec.plan import HOME, WRITTEN, Op
 from spillway.store.arena import SlabPools
 from spillway.store.disk import Extent
@@ -90,8 +90,54 @@ class LaneWorker:
 
     def __call__(self, op: Op) -> None:
         """Run one operation of a thread lane."""
-        run = getattr(self, f"_{op.kind.lower()}_{op.group}", None) or getattr(self, f"_{op.kind.lower()}")
-        run(op, self._homes.units[op.unit])
+        if op.unit < 0:
+            self._run_for_all(op)
+            return
+        home = self._homes.units[op.unit]
+        match op.kind, op.group:
+            case "READ", "weight":
+                self._read_weight(op, home)
+            case "READ", "act":
+                self._read_act(op)
+            case "READ", "state":
+                self._read_state(op, home)
+            case "UPLOAD", "weight":
+                self._upload_weight(op, home)
+            case "UPLOAD", "act":
+                self._upload_act(op)
+            case "UPLOAD", "state":
+                self._upload_state(op, home)
+            case "UPLOAD", "grad":
+                self._upload_grad(op, home)
+            case "DOWNLOAD", "act":
+                self._download_act(op)
+            case "DOWNLOAD", "grad":
+                self._download_grad(op, home)
+            case "DOWNLOAD", "state":
+                self._download_state(op, home)
+            case "WRITE", "act":
+                self._write_act(op)
+            case "WRITE", "grad":
+                self._write_grad(op, home)
+            case "WRITE", "state":
+                self._write_state(op, home)
+            case "ACCUMULATE", _:
+                self._accumulate(op, home)
+            case "NORM", _:
+                self._norm(op, home)
+            case "UPDATE", _:
+                self._update(op, home)
+            case _:
+                raise InvariantError(f"no lane carries out {op.kind} of {op.group}")
+
+    def _run_for_all(self, op: Op) -> None:
+        match op.kind:
+            case "NORM":
+                self._global_norm()
+            case "COMMIT":
+                self._commit(op)
+            case _:
+                raise InvariantError(f"no lane carries out {op.kind} of no unit")
 
     def _skips(self, op: Op) -> bool:
         """Whether a late operation has nothing to do: no step went before, or the unit was updated in it."""
@@ -127,7 +173,7 @@ class LaneWorker:
 
     # Activations #
 
-    def _download_act(self, op: Op, home: UnitHome) -> None:
+    def _download_act(self, op: Op) -> None:
         buffer, moves = self._buffer(op.target), []
         outgoing = self.step.acts.pop(op.call, None)
         if outgoing is None:  # a forward that was given up is run out
@@ -138,15 +184,15 @@ class LaneWorker:
         self._device.copy("download", moves)
         outgoing.refuse_changed()
 
-    def _write_act(self, op: Op, home: UnitHome) -> None:
+    def _write_act(self, op: Op) -> None:
         extent = self.step.act_extents[op.call]
         move = (extent, self._buffer(op.source)[: extent.num_bytes])
         self._homes.need_disk().write_all(self._homes.write_engine, [move])
 
-    def _read_act(self, op: Op, home: UnitHome) -> None:
+    def _read_act(self, op: Op) -> None:
         self._homes.need_disk().read(self._homes.read_engine, self.step.act_extents[op.call], self._buffer(op.target))
 
-    def _upload_act(self, op: Op, home: UnitHome) -> None:
+    def _upload_act(self, op: Op) -> None:
         size = int(op.amount)
         self._device.copy("upload", [(self._buffer(op.target)[:size], self._buffer(op.source)[:size])])
 
@@ -181,11 +227,6 @@ class LaneWorker:
         home.has_grad = True
 
     def _norm(self, op: Op, home: UnitHome) -> None:
-        if op.unit < 0:
-            self._require_finite()
-            self.step.own.scale = self.step.own.clipping.of_all(self.step.grad_norm())
-            return
-        home = self._homes.units[op.unit]
         if not home.has_grad:
             return
         grad = self._grad_at(op, home)
@@ -200,6 +241,10 @@ class LaneWorker:
         own = self.step.own
         own.unit_scales[op.unit] = own.clipping.of_unit(math.sqrt(total) / own.loss_scale)
         self.step.own.units.add(op.unit)
+
+    def _global_norm(self) -> None:
+        self._require_finite()
+        self.step.own.scale = self.step.own.clipping.of_all(self.step.grad_norm())
 
     def _require_finite(self) -> None:
         if self.step.non_finite is not None:
@@ -317,7 +362,7 @@ class LaneWorker:
         moves = SlabRange(home, op.start, op.stop).writes(self._buffer(op.source))
         self._homes.need_disk().write_all(self._homes.write_engine, moves)
 
-    def _commit(self, op: Op, home: UnitHome) -> None:
+    def _commit(self, op: Op) -> None:
         if self.step.late is None if op.late else self.step.guessed_wrong:
             return
         if self._homes.disk is not None and any(unit.written is not None for unit in self._homes.units):

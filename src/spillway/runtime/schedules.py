@@ -76,8 +76,8 @@ class Schedules:
         return calls, shapes_of(calls, grown, rows, cut), self._forwards.calls_beside
 
     def _observe_parts(self, batch: Batch, cut: int) -> tuple[list[CallRecord], tuple[CallShape, ...], bool]:
-        """The same of a forward that depends on values, for which there may be no memory but in micro-batches: told
-        from one of them, and from that with a row more."""
+        """What `_observe` gives, of a forward that depends on values, for which there may be no memory but in
+        micro-batches: told from one of them, and from that with a row more."""
         few, one_more = map(self._forwards.real, self._forwards.parts(batch, cut))
         calls = of_rows(few, one_more, cut, batch.rows)
         shapes = shapes_of(calls, of_rows(few, one_more, cut, batch.rows + 1), batch.rows, cut)

@@ -32,7 +32,7 @@ from spillway.runtime.rounds import Rounds
 from spillway.runtime.schedules import Planner, Schedule, Schedules
 from spillway.runtime.unit import SideOutputs, returned_alone, run_in_step, stand_down, stand_in
 from spillway.runtime.window import Gradients, bind_residents, unbind_residents, weight_views
-from spillway.spec.errors import UsageError
+from spillway.spec.errors import UsageError, required
 from spillway.spec.trace import StepResult
 from spillway.store.placed import PlacedStore
 
@@ -368,9 +368,7 @@ class Session:
     @property
     def activations(self) -> Activations:
         """What backward needs of the calls of this forward."""
-        if self._activations is None:
-            raise AssertionError("no forward is under way")
-        return self._activations
+        return required(self._activations, "no forward is under way")
 
     def shape(self, index: int) -> CallShape:
         """How to run a call."""

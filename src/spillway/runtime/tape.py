@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from spillway.model.operators import class_of
 from spillway.runtime.held import Held, Outgoing, address_of
-from spillway.spec.errors import UsageError
+from spillway.spec.errors import UsageError, required
 from spillway.spec.sizes import PAGE
 
 
@@ -172,6 +172,5 @@ class Replayer(TorchDispatchMode):
     def _back(self, leaf: Any) -> Any:
         if not isinstance(leaf, _Moved):
             return leaf
-        if self._slab is None:
-            raise AssertionError("a tensor is wanted before it was brought back")
-        return leaf.view(self._slab)
+        slab = required(self._slab, "a tensor is wanted before it was brought back")
+        return leaf.view(slab)

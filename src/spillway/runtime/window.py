@@ -25,7 +25,7 @@ def leaves(unit: Unit, slot: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def fake_leaves(unit: Unit, device: torch.device) -> dict[str, torch.Tensor]:
-    """The same without a slot, for use under a FakeTensorMode."""
+    """Parameters like those of `leaves`, for use under a FakeTensorMode: they lie in no slot."""
     return {
         place.name: nn.Parameter(torch.empty(place.shape, dtype=place.dtype, device=device), place.trainable)
         for place in unit.layout.places
@@ -102,7 +102,7 @@ def bind_residents(
 
 
 def unbind_residents(units: tuple[Unit, ...], residents: Iterable[int], placeholders: dict[str, nn.Parameter]) -> None:
-    """The reverse."""
+    """Give the units that `bind_residents` bound their placeholders back."""
     for index in residents:
         bind(units[index], placeholders)
 

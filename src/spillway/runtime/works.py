@@ -20,6 +20,7 @@ from spillway.runtime.buffers import nothing_kept
 from spillway.runtime.calls import rng_kept
 from spillway.runtime.device import Device
 from spillway.runtime.window import fake_leaves
+from spillway.spec.errors import required
 
 # Where an operator refuses what it is given, it is told here before it is tried in another way.
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -45,7 +46,7 @@ class Works:
         return self._measured.of(kind, sizes, slack, partial(self._measure, call, shape, residents))
 
     def of_real(self, call: UnitCall, params: dict[str, torch.Tensor]) -> Work:
-        """The same of a call on real data with these parameters, which is computed forward and backward by itself."""
+        """What a call on real data takes with these parameters: it is computed, forward and backward, by itself."""
         inputs = tensors_by_place((call.args, call.kwargs))
         kind = self._kind(call.unit, call.kind, inputs), call.chunk_rows
         sizes = tuple(tuple(tensor.shape) for tensor in inputs.values())
@@ -58,9 +59,8 @@ class Works:
         return params, kind, tuple(given)
 
     def _measure(self, call: CallRecord, shape: CallShape, residents: frozenset[int]) -> Work:
-        if call.again is None:
-            raise AssertionError("a call on real data was measured when it was made")
-        again, own = call.again, self._units[call.unit]
+        again = required(call.again, "a call on real data was measured when it was made")
+        own = self._units[call.unit]
         with on_fakes(self._device, _modules(own)), ExitStack() as stack:
             params = fake_leaves(own, self._device)
             stack.enter_context(bound(own, params, self._placeholders))

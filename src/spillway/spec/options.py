@@ -99,12 +99,6 @@ class TrainOptions:
         except ValueError as error:
             raise UsageError(f"--loss-scale {self.loss_scale} is not auto, dynamic or a number") from error
 
-    @property
-    def waits_for_norm(self) -> bool:
-        """Whether no update is final before all gradients are known: to clip by their norm, or to skip the step."""
-        scales = self.dtype == "float16" if self.loss_scale == "auto" else self.loss_scale == "dynamic"
-        return (self.max_grad_norm > 0 and self.clip_by == "norm") or scales or self.non_finite == "skip"
-
     def placement(self) -> dict[str, Any]:
         """What `spillway.prepare` is told of memory and placement."""
         return {

@@ -93,6 +93,17 @@ class UnitPlacement:
         """Whose optimizer updates it."""
         return "device" if self.states == "device" or self.visits else "update"
 
+    @property
+    def has_host_weights(self) -> bool:
+        """Whether weights rest in host memory: all they are, or what an update makes the device's of."""
+        return self.weights == "host" or (self.weights == "device" and self.states in ("host", "none"))
+
+    @property
+    def updates_disk_weights(self) -> bool:
+        """Whether an update reads weights from disk and writes them there: all they are, or what the device's are made
+        of."""
+        return self.weights == "disk" or (self.weights == "device" and self.states == "disk")
+
 
 @dataclass(frozen=True, slots=True)
 class KeepPoints:

@@ -11,7 +11,7 @@ from spillway import native
 from spillway.spec.sizes import PAGE, align
 from spillway.store.layout import Component, UnitLayout
 
-# Elements per piece of a trained array. Updates work on whole multiples of it.
+# Elements per piece of a trained array. Parts of an array may end within one: they are checked in their order.
 PIECE_ELEMENTS = 1 << 18
 _FROZEN_PIECE = 1 << 20
 

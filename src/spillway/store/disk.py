@@ -14,7 +14,7 @@ import torch
 
 from spillway.durable import sync_directory, write_whole
 from spillway.native import DiskEngine, Transfer, TransferError
-from spillway.spec.errors import DamageError, DiskError, UsageError, invariant
+from spillway.spec.errors import DamageError, DiskError, InvariantError, UsageError, invariant
 from spillway.spec.sizes import PAGE, format_size
 
 STRIPE = 1 << 20
@@ -227,7 +227,7 @@ class StripedDisk:
             if inside < share * STRIPE:
                 return file, row * share * STRIPE + inside, share * STRIPE - inside
             inside -= share * STRIPE
-        raise AssertionError
+        raise InvariantError("the shares of a row are not those of the drives")
 
 
 # Workers that are forked (of a DataLoader) would keep files, and locks of a run that was killed, as long as they live.

@@ -68,7 +68,7 @@ class SlabRange:
     def _staged(self) -> list[str]:
         where = self._home.where
         names = []
-        if where.weights == "disk" or (where.weights == "device" and where.states == "disk"):
+        if where.updates_disk_weights:
             names.append("weight")
         if where.states == "disk":
             names += [part.name for part in self._home.layout.components if part.name != "weight"]

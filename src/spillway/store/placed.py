@@ -207,15 +207,15 @@ class PlacedStore:
         if home.device_weight is not None:
             return home.device_weight
         size = home.layout.weight_bytes
-        named = self._names is not None and not beside_step
-        slots = self._buffers.get(self._names.slot(unit), []) if self._names and named else []
+        names = None if beside_step else self._names
+        slots = [] if names is None else self._buffers.get(names.slot(unit), [])
         slot = into if into is not None else slots[0] if slots else self._by_itself()[:size]
         parts = [(0, size)] if ranges is None else list(ranges)
         if home.weight is not None:
             for start, stop in parts:
                 slot[start:stop].copy_(home.weight[start:stop])
             return slot
-        slabs = self._buffers.get(self._names.weight(unit), []) if self._names and named else []
+        slabs = [] if names is None else self._buffers.get(names.weight(unit), [])
         if slabs:
             slab = slabs[0]
         else:
@@ -297,7 +297,7 @@ class PlacedStore:
         owner = profile.units[index].name
         if where.weights == "device":
             home.device_weight = self._on_device(layout.weight_bytes)
-        if where.weights == "host" or (where.weights == "device" and where.states in ("host", "none")):
+        if where.has_host_weights:
             home.weight = self.arena.allocate(layout.weight_bytes, f"the weights of {owner}")
         if where.states == "host":
             home.state = {
