@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from spillway.data import Batches, DataPosition, Sample
+from spillway.data import Batches, DataPosition
 from spillway.data.batches import IGNORED
 from spillway.runtime.session import Session
 
@@ -15,11 +15,6 @@ class Evaluation:
     """Batches of held-out samples, as many rows as a micro-batch of training has: what fits there fits here."""
 
     batches: Batches
-
-    @classmethod
-    def of(cls, samples: list[Sample], rows: int, max_length: int, packing: bool, pad_id: int) -> "Evaluation":
-        """Rows of at most `max_length` tokens, packed as those of training."""
-        return cls(Batches(samples, rows, max_length, 0, packing, pad_id))
 
     def loss(self, model: nn.Module, session: Session) -> float:
         """Mean over all tokens that would be trained. Units stream through the slots of training; logits are never

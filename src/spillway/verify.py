@@ -12,14 +12,13 @@ from torch import nn
 from spillway.api import as_dtype, close, load, prepare, read_parameters
 from spillway.assembly import prepared
 from spillway.checkpoint.saved import SavedPoint
-from spillway.data import Batches, DataPosition, encode_files
+from spillway.data import DataPosition
 from spillway.hardware.limits import free_host_bytes
-from spillway.integrations.huggingface import CAUSAL_LM, build_resident, find_directory, fitting_length, vocab_size_of
-from spillway.integrations.packing import keeps_documents_apart
-from spillway.integrations.tokenizer import load_tokenizer, pad_id
+from spillway.integrations.huggingface import CAUSAL_LM, build_resident, find_directory, fitting_length
 from spillway.optim.config import AdamW, settings_of
 from spillway.optim.update import split_master
 from spillway.report.progress import Reporter
+from spillway.rows import RowMaker
 from spillway.rundir import read_options, where_saved
 from spillway.saved_run import open_run
 from spillway.spec.errors import DiskError, UsageError, VerificationFailed, required
@@ -86,12 +85,9 @@ def verify_against_resident(run: Path, steps: int, layers: int | None, reporter:
     options = read_options(run)
     directory, dtype = find_directory(options.model), as_dtype(options.dtype)
     layers = _fitting_layers(options, layers, reporter)
-    tokenizer = load_tokenizer(directory)
-    length, vocab_size = fitting_length(directory, options.max_length), vocab_size_of(directory)
-    encoded = encode_files(options.data, tokenizer, length, vocab_size=vocab_size)
-    rows = options.per_device_train_batch_size * options.gradient_accumulation_steps
-    packing = options.packing and keeps_documents_apart(directory)
-    batches = Batches(encoded.samples, rows, length, options.seed, packing, pad_id(tokenizer, vocab_size))
+    rows = RowMaker.of(directory, fitting_length(directory, options.max_length), options.packing)
+    size = options.per_device_train_batch_size * options.gradient_accumulation_steps
+    batches = rows.batches(rows.read(options.data).samples, size, options.seed)
     positions = [DataPosition()]
     while len(positions) < steps:
         positions.append(batches.after(positions[-1]))

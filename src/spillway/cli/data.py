@@ -21,17 +21,15 @@ def data_command(data: tuple[str, ...], model: str, max_length: int, samples: in
     Example:
       spillway data chats.jsonl --model ./llama-8b
     """
-    from spillway.data import encode_files
-    from spillway.integrations.huggingface import find_directory, fitting_length, vocab_size_of
-    from spillway.integrations.tokenizer import load_tokenizer
+    from spillway.integrations.huggingface import find_directory, fitting_length
     from spillway.report.progress import Reporter
+    from spillway.rows import RowMaker
 
     reporter = Reporter()
     directory = find_directory(model)
-    tokenizer = load_tokenizer(directory)
-    max_length = fitting_length(directory, max_length)
+    rows = RowMaker.of(directory, fitting_length(directory, max_length))
     with reporter.counting("reading data") as counter:
-        encoded = encode_files(data, tokenizer, max_length, counter.reach, vocab_size_of(directory))
+        encoded = rows.read(data, counter.reach)
     lengths = sorted(sample.ids.size for sample in encoded.samples)
     counts = {
         "records": encoded.num_records,
@@ -54,12 +52,12 @@ def data_command(data: tuple[str, ...], model: str, max_length: int, samples: in
                 bold=True,
             )
         )
-        click.echo(_marked(sample, tokenizer))
+        click.echo(_marked(sample, rows.tokenizer))
     share = encoded.num_trained / encoded.num_tokens
     click.echo(
         f"{counted(counts['records'], 'record')}, {counted(counts['samples'], 'sample')}, "
         f"{counted(counts['tokens'], 'token')}: {share:.0%} trained, "
-        f"{counts['truncated']} cut at {max_length} ({counted(counts['truncated_tokens'], 'token')} lost, "
+        f"{counts['truncated']} cut at {rows.length} ({counted(counts['truncated_tokens'], 'token')} lost, "
         f"{counted(counts['samples_lost_to_truncation'], 'sample')} with nothing left), "
         f"median {counts['median_length']}, longest {counts['longest']}"
     )

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from spillway.api import as_dtype
-from spillway.data import Batches, encode_files
 from spillway.hardware.calibration import as_seen
 from spillway.hardware.catalogue import DRIVES, find_machine
 from spillway.hardware.limits import process_bytes
@@ -28,10 +27,7 @@ from spillway.integrations.huggingface import (
     find_directory,
     fitting_length,
     gpt2_config,
-    vocab_size_of,
 )
-from spillway.integrations.packing import keeps_documents_apart
-from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.model.profile import batch_rows
 from spillway.optim.config import Rule, settings_of, state_format
 from spillway.plan.request import PlanRequest
@@ -39,6 +35,7 @@ from spillway.plan.search import fits, make_plan, swapped_plans
 from spillway.planner import PROCESS_RESERVE
 from spillway.planning.profiler import ModelProfiler
 from spillway.report.progress import Reporter
+from spillway.rows import RowMaker
 from spillway.spec.errors import UsageError
 from spillway.spec.hardware import HOST_SHARE, UPDATE_BYTES, Budget, HardwareSpec, device_bytes
 from spillway.spec.machine import Drive, Machine, striped
@@ -311,12 +308,10 @@ def count_rows(options: TrainOptions, reporter: Reporter) -> int:
     """Rows of an epoch, where it matters; otherwise 0."""
     if options.max_steps > 0 or not options.data:
         return 0
-    directory = find_directory(options.model)
-    tokenizer, length, vocab_size = load_tokenizer(directory), row_length(options), vocab_size_of(directory)
+    rows = RowMaker.of(find_directory(options.model), row_length(options), options.packing)
     with reporter.counting("reading data") as counter:
-        encoded = encode_files(options.data, tokenizer, length, counter.reach, vocab_size)
-    packing = options.packing and keeps_documents_apart(directory)
-    return Batches(encoded.samples, 1, length, options.seed, packing, pad_id(tokenizer, vocab_size)).per_epoch()
+        samples = rows.read(options.data, counter.reach).samples
+    return rows.batches(samples, 1, options.seed).per_epoch()
 
 
 def gpt_shape(name: str) -> tuple[int, int, int] | None:

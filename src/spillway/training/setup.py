@@ -18,15 +18,15 @@ from spillway.assembly import Prepared, prepared
 from spillway.checkpoint.load import StoreBytes, read_parameter
 from spillway.checkpoint.save import save_weights, weights_bytes
 from spillway.checkpoint.sources import persistent_buffers
-from spillway.data import Batches, Encoded, data_files, encode_files
+from spillway.data import Batches, Encoded, data_files
 from spillway.evaluate import Evaluation
 from spillway.hardware.present import has_slow_16_bits
-from spillway.integrations.huggingface import CAUSAL_LM, find_directory, fitting_length, vocab_size_of
-from spillway.integrations.packing import keeps_documents_apart
-from spillway.integrations.tokenizer import fingerprint, load_tokenizer, pad_id
+from spillway.integrations.huggingface import CAUSAL_LM, find_directory, fitting_length
+from spillway.integrations.tokenizer import fingerprint
 from spillway.optim.config import settings_of
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.report.progress import Reporter
+from spillway.rows import RowMaker
 from spillway.rundir import (
     is_free,
     model_in,
@@ -89,24 +89,22 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     if native.load_problem():
         say(f"note: {native.load_problem()}: PyTorch and preadv do its work, slower")
     source = find_directory(options.model, options.allow_pickle)
-    tokenizer = load_tokenizer(source)
+    rows = RowMaker.of(source, _row_length(options, origins, source, reporter), options.packing)
     directory = _make_directory(Path(options.output_dir))
     stores = store_directories(options, directory)
-    length, vocab_size = _row_length(options, origins, source, reporter), vocab_size_of(source)
-    data = _encode(options, tokenizer, length, vocab_size, reporter)
-    packing = _packing(options, source, reporter)
-    held_out = _read_held_out(options, tokenizer, length, vocab_size, packing, reporter)
+    data = _read(options, rows, reporter)
+    held_out = _read_held_out(options, rows, reporter)
     identity = identity_of(options, data)
     saved_in = where_saved(options, directory)
-    own_tokenizer = fingerprint(tokenizer)
+    own_tokenizer = fingerprint(rows.tokenizer)
     resumed = is_resumed(
         identity, options, directory, stores, saved_in, reporter, lambda: what_differs(directory, data, own_tokenizer)
     )
     torch.manual_seed(options.seed)
     say(f"building {source} and planning")
     model = load(source, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle)
-    rows = options.per_device_train_batch_size * options.gradient_accumulation_steps
-    batches = Batches(data.samples, rows, length, options.seed, packing, pad_id(tokenizer, vocab_size))
+    size = options.per_device_train_batch_size * options.gradient_accumulation_steps
+    batches = rows.batches(data.samples, size, options.seed)
     optimizer = _prepare(options, model, stores, saved_in if resumed else False, reporter)
     stack.callback(close, model)
     parts = prepared(model)
@@ -115,8 +113,8 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     _tell_slow_dtype(options, parts, reporter)
     plan = _open(parts, batches, reporter)
     training = Training(
-        options, origins, directory, stores, length, identity, batches, held_out, _count_steps(options, batches), model,
-        optimizer, parts, plan, resumed,
+        options, origins, directory, stores, rows.length, identity, batches, held_out, _count_steps(options, batches),
+        model, optimizer, parts, plan, resumed,
     )  # fmt: skip
     _exercise_save(training)
     remember_samples(directory, data, own_tokenizer)
@@ -159,43 +157,34 @@ def _row_length(options: TrainOptions, origins: dict[str, str], source: Path, re
     return most
 
 
-def _packing(options: TrainOptions, source: Path, reporter: Reporter) -> bool:
-    """Whether rows may hold several samples."""
-    may = options.packing and keeps_documents_apart(source)
-    if options.packing and not may:
+def _read(options: TrainOptions, rows: RowMaker, reporter: Reporter) -> Encoded:
+    with reporter.counting("reading data") as counter:
+        data = rows.read(options.data, counter.reach)
+    reporter.say(
+        f"data: {counted(data.num_records, 'record')}, {counted(len(data.samples), 'sample')}, "
+        f"{counted(data.num_tokens, 'token')}, {data.num_trained / data.num_tokens:.0%} trained, "
+        f"{data.num_truncated} cut at {rows.length}"
+        + (f", {data.num_lost} of them with nothing left to train" if data.num_lost else "")
+    )
+    if data.num_truncated > len(data.samples) / 2:
+        reporter.say(f"warning: more than half of the samples are cut: is --max-length {rows.length} meant?")
+    if options.packing and not rows.packs:
         reporter.say(
             "note: each row holds one sample: with several, this model would not see where one ends; samples of like "
             "length waste least"
         )
-    return may
-
-
-def _encode(options: TrainOptions, tokenizer: Any, length: int, vocab_size: int | None, reporter: Reporter) -> Encoded:
-    with reporter.counting("reading data") as counter:
-        data = encode_files(options.data, tokenizer, length, counter.reach, vocab_size)
-    reporter.say(
-        f"data: {counted(data.num_records, 'record')}, {counted(len(data.samples), 'sample')}, "
-        f"{counted(data.num_tokens, 'token')}, {data.num_trained / data.num_tokens:.0%} trained, "
-        f"{data.num_truncated} cut at {length}"
-        + (f", {data.num_lost} of them with nothing left to train" if data.num_lost else "")
-    )
-    if data.num_truncated > len(data.samples) / 2:
-        reporter.say(f"warning: more than half of the samples are cut: is --max-length {length} meant?")
     return data
 
 
-def _read_held_out(
-    options: TrainOptions, tokenizer: Any, length: int, vocab_size: int | None, packing: bool, reporter: Reporter
-) -> Evaluation | None:
+def _read_held_out(options: TrainOptions, rows: RowMaker, reporter: Reporter) -> Evaluation | None:
     if not options.eval_data:
         return None
     with reporter.counting("reading held-out data") as counter:
-        found = encode_files(options.eval_data, tokenizer, length, counter.reach, vocab_size)
+        found = rows.read(options.eval_data, counter.reach)
     reporter.say(
         f"held-out data: {counted(found.num_records, 'record')}, {counted(found.num_trained, 'trained token')}"
     )
-    rows = options.per_device_train_batch_size
-    return Evaluation.of(found.samples, rows, length, packing, pad_id(tokenizer, vocab_size))
+    return Evaluation(rows.batches(found.samples, options.per_device_train_batch_size, seed=0))
 
 
 def _count_steps(options: TrainOptions, batches: Batches) -> int:
