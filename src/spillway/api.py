@@ -290,8 +290,7 @@ def save_pretrained(
 
 
 def _refuse_unfinished(session: Session) -> None:
-    if not session.rest.is_intact:
-        raise UsageError("a step failed after it had changed weights in memory: resume from the last saved point")
+    session.rest.refuse_half_done()
     if session.awaits_step:
         raise UsageError("backward has run and the step is not finished: call optimizer.step() first")
 
@@ -342,8 +341,7 @@ def read_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter as it is at rest, whole, on the CPU: for small models and for tests."""
     session = prepared(model).session
     session.come_to_rest()
-    if not session.rest.is_intact:
-        raise UsageError("a step failed after it had changed weights in memory: resume from the last saved point")
+    session.rest.refuse_half_done()
     if not session.engine.is_open:
         session.open()
     return _read(session, set(session.placeholders))

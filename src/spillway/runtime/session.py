@@ -26,6 +26,7 @@ from spillway.runtime.forks import Forks
 from spillway.runtime.forward_only import ForwardOnly
 from spillway.runtime.forwards import Forwards
 from spillway.runtime.interrupts import uninterrupted
+from spillway.runtime.laid_out import LaidOut
 from spillway.runtime.lanes import Due, StepState
 from spillway.runtime.rest import Rest
 from spillway.runtime.rounds import Rounds
@@ -81,7 +82,7 @@ class Session:
         )
         self.schedules = Schedules(self.forwards, planner, micro_batch, lambda: self.engine.is_open)
         self.step_number = 0  # of forwards; a backward belongs to the newest
-        self._slots = {(id(slot.module), slot.attribute) for unit in units for slot in unit.slots}
+        self._laid_out = LaidOut(model, units, self.placeholders)
         self._phase = Phase.NONE
         self._is_whole = False  # the forward that is over gave something
         self._next_call = 0
@@ -186,8 +187,7 @@ class Session:
         if not any(unit.layout.num_trainable for unit in self.units):
             raise UsageError("this model streams for forwards alone: call it under torch.no_grad()")
         self.rounds.refuse_more()
-        self._refuse_added()
-        self._refuse_other_trained()
+        self._laid_out.refuse_changes(self._bound_resident)
         self._experts.end()
         self.settle()
         self.rest.refuse_half_done()
@@ -223,45 +223,12 @@ class Session:
             self.units, self.forwards.residents, self.store.homes, self._begin_backward
         )
 
-    def _refuse_added(self) -> None:
-        """Raise UsageError for a parameter that came into the model since: nobody would train or save it."""
-        for path, module in self.model.named_modules():
-            for name, param in module._parameters.items():
-                if param is not None and (id(module), name) not in self._slots:
-                    raise UsageError(
-                        f"{path}{'.' if path else ''}{name} came into the model after prepare, which has laid out what "
-                        f"is trained: add it before"
-                    )
-
-    def _refuse_other_trained(self) -> None:
-        """Raise UsageError where the user froze, freed, replaced or hooked a parameter since: nothing would come of
-        it."""
-        for index, unit in enumerate(self.units):
-            for slot in unit.slots:
-                known, found = self.placeholders[slot.name], slot.module._parameters.get(slot.attribute)
-                if found is not known and not self._is_bound(index, found):
-                    raise UsageError(
-                        f"{slot.name} was replaced by another parameter after prepare, which has laid out what is "
-                        f"trained: change it before"
-                    )
-                if known._backward_hooks or known._post_accumulate_grad_hooks:
-                    raise UsageError(
-                        f"{slot.name} was given a hook on its gradient after prepare, which would not be called: "
-                        f"gradients of a model that streams are summed unit by unit"
-                    )
-            for place in unit.layout.places:
-                if self.placeholders[place.name].requires_grad != place.trainable:
-                    raise UsageError(
-                        f"requires_grad of {place.name} was changed after prepare, which has laid out what is trained: "
-                        f"change it before"
-                    )
-
-    def _is_bound(self, unit: int, found: torch.Tensor | None) -> bool:
-        """Whether it is what a forward without gradients left in the place of a resident unit's parameter."""
-        if found is None or unit not in self.forwards.residents or not self.engine.is_open:
-            return False
-        slot = self.store.homes.units[unit].device_weight
-        return slot is not None and found.untyped_storage().data_ptr() == slot.untyped_storage().data_ptr()
+    def _bound_resident(self, unit: int) -> torch.Tensor | None:
+        """The device memory whose views a forward without gradients left in the place of a resident unit's parameters,
+        if it is one."""
+        if unit not in self.forwards.residents or not self.engine.is_open:
+            return None
+        return self.store.homes.units[unit].device_weight
 
     def _await_residents(self) -> None:
         """Parameters that are bound all through, as the last step left them."""
