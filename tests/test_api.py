@@ -506,8 +506,36 @@ def test_wrong_optimizers_and_counts_are_refused() -> None:
         spillway.prepare(plain, torch.optim.AdamW(plain.parameters()), device="cpu")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="micro_batch must be at least 1"):
         spillway.prepare(plain, SETTINGS, micro_batch=0, device="cpu")
-    with pytest.raises(UsageError, match="must not be negative"):
-        spillway.prepare(plain, spillway.AdamW(lr=-1.0), device="cpu")
+    wrong: list[tuple[Any, str]] = [
+        (spillway.AdamW(lr=-1.0), "lr must be a number that is not negative, not -1.0"),
+        (spillway.AdamW(weight_decay=float("nan")), "weight_decay must be a number that is not negative, not nan"),
+        (spillway.Lion(weight_decay=-1.0), "weight_decay must be a number that is not negative, not -1.0"),
+        (spillway.AdamW(eps=0.0), "eps must be more than 0, not 0.0"),
+        (spillway.AdamW(betas=(0.9, 1.0)), r"betas and momentum must be in \[0, 1\)"),
+        (spillway.AdamW(master_bits=24), "master_bits=24 is for bfloat16 weights"),
+    ]
+    for settings, why in wrong:
+        with pytest.raises(UsageError, match=why):
+            spillway.prepare(plain, settings, device="cpu")
+    for values, why in (({"lr": -1.0}, "group 0: lr must"), ({"eps": -1.0}, "group 0: eps must")):
+        with pytest.raises(UsageError, match=why):
+            groups = [{"params": list(plain.parameters())[:1], **values}]
+            spillway.prepare(plain, spillway.AdamW(), device="cpu", param_groups=groups)
+    for smoothing in (-1.0, 3.0):
+        with pytest.raises(UsageError, match=r"label_smoothing must be in \[0, 1\)"):
+            spillway.prepare(plain, device="cpu", label_smoothing=smoothing)
+
+
+def test_a_store_path_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is given twice"):
+        spillway.prepare(models.two_lists(), store=[tmp_path / "a", tmp_path / "b" / ".." / "a"], device="cpu")
+
+
+def test_more_blocks_than_a_model_has_are_refused(tmp_path: Path) -> None:
+    directory = directories.make_model(tmp_path / "model")
+    for number in (-1, 0, 99):
+        with pytest.raises(UsageError, match=f"the first {number} of them cannot be taken"):
+            spillway.load(directory, AutoModelForCausalLM, num_layers=number)
 
 
 class Mixing(nn.Module):

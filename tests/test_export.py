@@ -1,8 +1,11 @@
 """Saved points on their way out, and what verify says of them."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,10 +144,33 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(
         assert run(["verify", str(trained)]) == 5
         message = " ".join(capsys.readouterr().err.split())
         assert f"{file} is damaged at offset" in message and "step 5: 2" in message
+        assert run(["verify", str(trained), "--json"]) == 5
+        found = json.loads(capsys.readouterr().out)
+        assert "is damaged at offset" in found["error"] and found["exit_code"] == 5 and len(found["points"]) == 3
         assert run(["export", str(trained), str(tmp_path / "out"), "--step", "4"]) == 5
         assert run(["export", str(trained), str(tmp_path / "out"), "--step", "5"]) == 0
     finally:
         file.write_bytes(before)
+
+
+def test_a_run_on_drives_that_can_only_be_read_is_checked_and_exported(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def read_only(path: Any, flags: int, *mode: int) -> int:
+        if str(path).startswith(str(trained / "store")) and flags & (os.O_CREAT | os.O_RDWR | os.O_WRONLY):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", read_only)
+    assert run(["verify", str(trained)]) == 0
+    assert run(["export", str(trained), str(tmp_path / "out")]) == 0
+
+
+def test_blocks_to_compare_without_steps_are_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", str(trained), "--layers", "2"]) == 2
+    assert "--layers is for --against-resident" in capsys.readouterr().err
 
 
 def test_verify_compares_streamed_steps_with_plain_pytorch(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,6 +138,8 @@ def prepare(
     for name, count in counts.items():
         if count is not None and count < 1:
             raise UsageError(f"{name} must be at least 1, not {count}")
+    if not 0 <= label_smoothing < 1:
+        raise UsageError(f"label_smoothing must be in [0, 1), not {label_smoothing}")
     own_groups = named_groups(model, param_groups, settings)
     is_half = any(param.dtype is torch.float16 for param in model.parameters() if param.requires_grad)
     loss_scale = LossScale.of(settings.loss_scale, is_half)
@@ -243,7 +245,10 @@ def _check(model: nn.Module, settings: Rule) -> None:
             f"spillway.SGD(...), whose states can rest outside the device"
         )
     check_fresh(model)
-    if not any(param.requires_grad for param in model.parameters()):
+    dtypes = {param.dtype for param in model.parameters() if param.requires_grad}
+    if settings.master_bits != 32 and dtypes - {torch.bfloat16}:
+        raise UsageError(f"master_bits={settings.master_bits} is for bfloat16 weights: train in that, or leave it out")
+    if not dtypes:
         raise UsageError(
             "no parameter requires a gradient: there is nothing to train (spillway.stream is for forwards alone)"
         )

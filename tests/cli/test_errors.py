@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GemmaConfig
 
 import directories
 from spillway.cli.main import run
@@ -292,3 +293,23 @@ def test_a_model_that_looks_both_ways_is_no_causal_one(fail: Fail, data: Path, t
 def test_a_device_that_is_not_here(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(model), "--device", "cuda"]) == 2
     assert "there is no CUDA device PyTorch can use here" in capsys.readouterr().err
+
+
+def test_values_that_no_step_can_be_made_with(fail: Fail, model: Path, data: Path) -> None:
+    for arguments, words in (
+        (("--adam-epsilon", "-1"), "--adam-epsilon must be more than 0"),
+        (("--store", ""), "a path is empty"),
+        (("--clip-by", "unit", "--max-grad-norm", "0"), "clips nothing"),
+        (("-o", ""), "--output-dir is empty"),
+    ):
+        code, message = fail(model, data, *arguments)
+        assert code == 2 and words in message
+
+
+def test_a_model_directory_without_a_tokenizer(fail: Fail, tmp_path: Path, data: Path) -> None:
+    GemmaConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16
+    ).save_pretrained(tmp_path / "gemma")  # of which transformers makes an empty tokenizer
+    (tmp_path / "gemma" / "model.safetensors").write_bytes(b"")
+    code, message = fail(tmp_path / "gemma", data)
+    assert code == 2 and "has no tokenizer: put tokenizer.json beside the model" in message

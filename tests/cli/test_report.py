@@ -37,8 +37,8 @@ def test_runs_are_compared_in_a_picture(trained: Path, tmp_path: Path, capsys: p
     picture = tmp_path / "compared.png"
     assert run(["report", str(trained), f"{trained}/../run", "--chart", str(picture)]) == 0
     assert picture.stat().st_size > 10_000
-    shown = capsys.readouterr().err
-    assert "6 of 6" in shown and "held-out loss" in shown and str(picture) in shown
+    shown = capsys.readouterr()
+    assert "6 of 6" in shown.out and "held-out loss" in shown.out and str(picture) in shown.err
 
 
 def test_what_is_no_run_or_has_no_step_is_said(

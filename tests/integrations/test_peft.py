@@ -89,6 +89,31 @@ def test_adapters_start_as_their_config_says(directory: Path, tmp_path: Path) ->
     close(model)
 
 
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize(
+    "changes",
+    (
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj", "embed_tokens"], "init_lora_weights": "gaussian"},
+        {"modules_to_save": ["lm_head"]},
+    ),
+    ids=["all", "embedding", "beside"],
+)
+def test_a_seed_gives_the_adapters_that_it_gives_in_memory(
+    directory: Path, changes: dict[str, Any], dtype: str
+) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+    torch.manual_seed(5)
+    plain = peft.get_peft_model(plain, config(**changes))
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    ours = spillway.add_adapter(spillway.load(directory, AutoModelForCausalLM, dtype), config(**changes))
+    assert torch.equal(torch.rand(1), after)
+    found = dict(ours.named_parameters())
+    adapters = {name: param for name, param in plain.named_parameters() if "lora_" in name}
+    assert adapters and all(torch.equal(found[name], param) for name, param in adapters.items())
+
+
 def test_the_base_is_never_written_and_the_adapter_alone_is_saved(directory: Path, tmp_path: Path) -> None:
     model, optimizer = streamed(directory, tmp_path / "store", "bfloat16", modules_to_save=["lm_head"])
     train(model, optimizer, 3)

@@ -82,7 +82,7 @@ def test_a_step_that_clipping_makes_longer_makes_the_run_longer_at_most(capsys: 
     assert found["clipped_step_seconds"] > found["step_seconds"]
     assert found["run_seconds"][1] > 10 * found["clipped_step_seconds"]
     assert run(["plan", "gpt-13b", "--hardware", machine, *shape, "--max-steps", "10"]) == 0
-    shown = " ".join(capsys.readouterr().err.split())
+    shown = " ".join(capsys.readouterr().out.split())
     assert found["update"] == "overlap" and f"overlap, {found['deferred_units']} units' in the next" in shown
     assert f"{found['tokens'] / found['clipped_step_seconds']:,.0f} where" in shown
 
@@ -184,6 +184,9 @@ def test_wrong_questions_get_one_sentence(model: Path, capsys: pytest.CaptureFix
         (("gpt-14b", "--hardware", "rtx4090"), "there is no shape 'gpt-14b'"),
         ((model, "--hardware", "rtx4090", "--sweep", "colour"), "is not one of batch"),
         (("nowhere/at/all", "--hardware", "rtx4090"), "is not a model directory"),
+        ((model, "--hardware", "rtx4090", "--device", "cpu"), "--device is of this machine"),
+        ((model, "--hardware", "rtx4090", "--store", "/somewhere"), "--store is of this machine"),
+        ((model, "--streams", "0"), "--streams must be at least 1"),
     ):
         assert run(["plan", *map(str, arguments)]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
@@ -273,6 +276,12 @@ class LooksAtValues(torch.nn.Module):
         return self.linear(x).sum() if x.sum().item() > 0 else self.linear(-x).sum()
 
 
+def test_a_module_without_tokens_is_planned_too() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    report = spillway.predict(module, "rtx3090+980pro+64GB", example={"input": torch.randn(2, 4)})
+    assert report.fits and report.step_seconds > 0 and report.dollars_per_million_tokens == 0
+
+
 def test_a_module_that_looks_at_values_is_planned_when_it_trains() -> None:
     with pytest.raises(spillway.UsageError, match="LooksAtValues depends on the values of its tensors.*prepare"):
         spillway.predict(LooksAtValues(), "rtx3090+980pro+64GB", example={"x": torch.ones(2, 8)})
@@ -339,3 +348,8 @@ def test_the_doctor_says_that_a_store_cannot_be_written(
         patched.setattr(os, "open", refuse)
         found = doctor._direct_io(tmp_path)
     assert "cannot be written: choose another path" in found.fix
+
+
+def test_the_doctor_says_that_a_store_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "it is a file" in doctor._direct_io(tmp_path / "file").fix

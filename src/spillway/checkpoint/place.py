@@ -79,8 +79,12 @@ def _holder(paths: tuple[Path, ...]) -> Path:
 def store_paths(
     store: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
 ) -> tuple[Path, ...]:
-    """One or more directories as absolute paths."""
+    """One or more directories as absolute paths. Raises UsageError for one that is given twice."""
     if store is None:
         return ()
     given = [store] if isinstance(store, (str, os.PathLike)) else list(store)
-    return tuple(Path(path).expanduser().resolve() for path in given)
+    paths = tuple(Path(path).expanduser().resolve() for path in given)
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise UsageError(f"the store path {twice} is given twice: once is enough")
+    return paths

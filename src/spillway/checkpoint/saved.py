@@ -25,7 +25,7 @@ class SavedPoint:
         """Raises DiskError where a file is missing, cut short, or in use by a run."""
         self.manifest = manifest
         self._units = units
-        self._disk = StripedDisk(manifest.geometry, keep=True)
+        self._disk = StripedDisk(manifest.geometry, keep=True, may_write=False)
         self._engine = DiskEngine()
         self._windows: dict[str, torch.Tensor] = {}
         try:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 
 import click
 
@@ -75,7 +76,7 @@ def run(arguments: list[str]) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), 2, arguments)
     except (click.Abort, KeyboardInterrupt):
-        return _fail(STOPPED, CODE, arguments)
+        return _fail(STOPPED if arguments[:1] == ["train"] else "stopped", CODE, arguments)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}: free some space or choose another place", 5, arguments)
@@ -85,6 +86,7 @@ def run(arguments: list[str]) -> int:
 
 def _fail(message: str, code: int, arguments: list[str]) -> int:
     if "--json" in arguments:
-        print(json.dumps({"error": message, "exit_code": code}))
+        with suppress(OSError):  # standard output may be what has no room
+            print(json.dumps({"error": message, "exit_code": code}), flush=True)
     print(f"spillway: {message}", file=sys.stderr)
     return code

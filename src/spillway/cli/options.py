@@ -65,6 +65,7 @@ MORE = {
 _TAKES: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
     int: ((int, str), "a whole number"),
+    int | None: ((int, str), "a whole number"),
     float: ((int, float, str), "a number"),
 }
 
@@ -94,8 +95,8 @@ def _option(name: str, hint: Any, default: Any, text: str, hidden: bool) -> Call
         return click.option(flag, name, multiple=True, metavar="PATH", **shown)
     if name == "output_dir":
         return click.option("-o", flag, name, required=True, metavar="RUN", **shown)
-    kind = {int: int, float: float}.get(hint, str)
-    show_default = default not in (None, -1) and name != "streams"
+    kind = {int: int, int | None: int, float: float}.get(hint, str)
+    show_default = default not in (None, -1)
     return click.option(flag, name, default=default, type=kind, show_default=show_default, **shown)
 
 

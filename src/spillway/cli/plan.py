@@ -82,6 +82,9 @@ def plan_command(
         raise UsageError(
             "--batch-tokens chooses --per-device-train-batch-size and --gradient-accumulation-steps: give it or them"
         )
+    here = [name for name in ("store", "device") if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if hardware is not None and here:
+        raise UsageError(f"--{here[0]} is of this machine, and --hardware asks about another: give one of them")
     if chart is not None:
         check_picture(Path(chart), PICTURES if sweep is not None else (".json", *PICTURES))
     stores = tuple(values.pop("store")) or (".",)
@@ -122,6 +125,7 @@ def _say_sweep(question: "Question", axis: str, chart: str | None, reporter: "Re
     from spillway.planning.curves import sweep
     from spillway.report.chart import draw_sweep
     from spillway.report.plans import print_sweep
+    from spillway.report.progress import answers
 
     with reporter.counting("planning"):
         points = sweep(question, axis)
@@ -131,13 +135,14 @@ def _say_sweep(question: "Question", axis: str, chart: str | None, reporter: "Re
     if as_json:
         click.echo(json.dumps([{"at": at, "report": to_json(report)} for at, report in points]))
     else:
-        print_sweep(reporter.console, points)
+        print_sweep(answers(), points)
 
 
 def _say_answer(question: "Question", chart: str | None, reporter: "Reporter", as_json: bool) -> None:
     from spillway.planning.answer import answer
     from spillway.planning.curves import largest_as_help
     from spillway.report.plans import print_report
+    from spillway.report.progress import answers
     from spillway.spec.errors import PlanInfeasible
 
     with reporter.counting("planning"):
@@ -151,7 +156,7 @@ def _say_answer(question: "Question", chart: str | None, reporter: "Reporter", a
         if not report.fits:
             raise click.exceptions.Exit(PlanInfeasible.exit_code)  # the report says why
         return
-    print_report(reporter.console, report)
+    print_report(answers(), report)
     if not report.fits:
         raise PlanInfeasible(report.problem, report.peaks)
 
@@ -182,13 +187,13 @@ def probe_command(store: tuple[str, ...], as_json: bool) -> None:
     """
     from spillway.hardware.machine import this_machine
     from spillway.report.plans import print_machine
-    from spillway.report.progress import Reporter
+    from spillway.report.progress import answers
 
     machine = this_machine(tuple(map(Path, store or (".",))), refresh=True)
     if as_json:
         click.echo(json.dumps(to_json(machine)))
     else:
-        print_machine(Reporter().console, machine)
+        print_machine(answers(), machine)
 
 
 @click.command("doctor")
@@ -198,10 +203,10 @@ def doctor_command(store: tuple[str, ...], as_json: bool) -> None:
     """What this machine has, what is missing or slow, and how to mend it."""
     from spillway.hardware.doctor import examine
     from spillway.report.plans import print_findings
-    from spillway.report.progress import Reporter
+    from spillway.report.progress import answers
 
     findings = examine(tuple(map(Path, store or (".",))))
     if as_json:
         click.echo(json.dumps(to_json(findings)))
     else:
-        print_findings(Reporter().console, findings)
+        print_findings(answers(), findings)

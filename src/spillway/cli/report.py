@@ -24,7 +24,7 @@ def report_command(runs: tuple[str, ...], chart: str | None, as_json: bool) -> N
       spillway report runs/a runs/b --chart compared.png
     """
     from spillway.report.chart import draw_runs
-    from spillway.report.progress import Reporter
+    from spillway.report.progress import Reporter, answers
     from spillway.report.runs import print_runs, report_of
     from spillway.rundir import read_options, read_plan, read_steps
     from spillway.spec.jsonable import to_json
@@ -42,4 +42,4 @@ def report_command(runs: tuple[str, ...], chart: str | None, as_json: bool) -> N
     if as_json:
         click.echo(json.dumps(to_json(reports)))
     else:
-        print_runs(reporter.console, reports)
+        print_runs(answers(), reports)

@@ -26,11 +26,13 @@ def verify_command(run: str, steps: int | None, layers: int | None, as_json: boo
       spillway verify runs/a --against-resident 5 --layers 4
     """
     from spillway.report.progress import Reporter
-    from spillway.spec.errors import DiskError
+    from spillway.spec.errors import DiskError, UsageError
     from spillway.spec.jsonable import to_json
     from spillway.spec.sizes import format_size
     from spillway.verify import has_points, verify_against_resident, verify_points
 
+    if layers is not None and steps is None:
+        raise UsageError("--layers is for --against-resident, which is not asked for")
     reporter = Reporter()
     # Steps beside plain PyTorch need no saved point.
     points = verify_points(Path(run), reporter) if steps is None or has_points(Path(run)) else []
@@ -46,8 +48,12 @@ def verify_command(run: str, steps: int | None, layers: int | None, as_json: boo
             f"losses differ by {found.largest_loss_difference:.2g} at most (relative), weights by "
             f"{found.largest_weight_difference:.2g} (the largest weight is {found.largest_weight:.2g})"
         )
+    damaged = "; ".join(point.problem for point in points if point.problem)
     if as_json:
-        click.echo(json.dumps(result))
-    damaged = [point.problem for point in points if point.problem]
+        failure = {"error": damaged, "exit_code": DiskError.exit_code} if damaged else {}
+        click.echo(json.dumps({**result, **failure}))
+    if damaged and as_json:
+        click.echo(f"spillway: {damaged}", err=True)
+        raise click.exceptions.Exit(DiskError.exit_code)
     if damaged:
-        raise DiskError("; ".join(damaged))
+        raise DiskError(damaged)

@@ -20,8 +20,9 @@ def encode_chat(record: Record, tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Token ids and which are trained. Raises DataError when no assistant token is, or no end of turn is."""
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
-            f"{record.where}: 'messages' need a chat template and the tokenizer has none: use an instruction-tuned "
-            f"model's tokenizer, add chat_template.jinja to the model directory, or give 'prompt' and 'completion'"
+            f"{record.where}: a conversation or an instruction needs a chat template and the tokenizer has none: use "
+            f"an instruction-tuned model's tokenizer, add chat_template.jinja to the model directory, or give 'prompt' "
+            f"and 'completion'"
         )
     try:
         if "{% generation" in str(tokenizer.chat_template) or "{%- generation" in str(tokenizer.chat_template):

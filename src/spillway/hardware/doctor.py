@@ -139,6 +139,8 @@ def _direct_io(path: Path) -> Finding:
         found, fix = f"no ({error.strerror})", "the page cache is used and takes memory: use ext4 or xfs on a drive"
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             fix = "it cannot be written: choose another path"
+        if error.errno == errno.ENOTDIR:
+            found, fix = "no", "it is a file: choose a directory"
     finally:
         with suppress(OSError):
             file.unlink(missing_ok=True)

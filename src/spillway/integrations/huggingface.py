@@ -55,10 +55,13 @@ def build_on_meta(directory: Path, auto_class: Any, dtype: torch.dtype, num_laye
     """The model of a directory without its weights: parameters on the meta device, buffers real. `num_layers`: only
     the first blocks.
 
-    Raises UsageError where the directory has no readable config.
+    Raises UsageError where the directory has no readable config, or the model has not so many blocks.
     """
     config = config_of(directory)
     if num_layers is not None:
+        most = getattr(config, "num_hidden_layers", 0)
+        if not 1 <= num_layers <= most:
+            raise UsageError(f"{directory} has {most} blocks: the first {num_layers} of them cannot be taken")
         cut_layers(config, num_layers)
     built = build_from_config(config, auto_class, dtype)
     if (directory / "generation_config.json").exists():
@@ -190,7 +193,7 @@ def _lies_in_a_row(converter: Any, loading: Any) -> bool:
 
 
 def cut_layers(config: Any, num_layers: int) -> None:
-    """Make it the config of the first blocks only."""
+    """Make it the config of so many blocks."""
     config.num_hidden_layers = num_layers
     for name in ("layer_types", "mlp_layer_types"):
         kinds = getattr(config, name, None)

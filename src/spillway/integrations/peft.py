@@ -32,7 +32,8 @@ def attach(model: nn.Module, adapter: peft.PeftConfig | Path) -> peft.PeftModel:
         )
     config.inference_mode = False
     _check_start(model, config)
-    result = peft.get_peft_model(model, config)
+    with torch.random.fork_rng(devices=[]):  # what it draws for weights that it then moves to the meta device
+        result = peft.get_peft_model(model, config)
     for module in result.modules():
         if isinstance(module, LoraLayer):
             _fill(module, config.init_lora_weights)
@@ -74,9 +75,29 @@ def _fill(layer: Any, start: bool | str) -> None:
     for adapter in layer.r:
         empty = [holder for holder in holders if adapter in holder and _is_meta(holder[adapter])]
         for holder in empty:
-            holder[adapter] = _in_memory(holder[adapter])
+            made = holder[adapter] = _in_memory(holder[adapter])
+            _draw(made)
         if empty:
             layer.reset_lora_parameters(adapter, start)
+            for holder in empty:
+                _round_to(layer.get_base_layer().weight.dtype, holder[adapter])
+
+
+@torch.no_grad()
+def _draw(made: Any) -> None:
+    """The random numbers that peft's constructors draw, before what they make is given its first weights: so a seed
+    gives the same adapters as in memory."""
+    if isinstance(made, nn.Parameter):
+        made.normal_()
+    elif hasattr(made, "reset_parameters"):
+        made.reset_parameters()
+
+
+@torch.no_grad()
+def _round_to(dtype: torch.dtype, made: Any) -> None:
+    """peft gives adapters the base's dtype before it trains them in float32."""
+    for param in [made] if isinstance(made, nn.Parameter) else made.parameters():
+        param.copy_(param.to(dtype))
 
 
 def _is_meta(part: nn.Module | nn.Parameter) -> bool:

@@ -20,6 +20,9 @@ def load_tokenizer(directory: Path) -> Any:
         raise UsageError(
             f"{directory} has no tokenizer that can be loaded: put tokenizer.json beside the model"
         ) from error
+    files = ("tokenizer.json", "tekken.json", *tokenizer.vocab_files_names.values())
+    if not any((directory / name).exists() for name in files):  # transformers makes an empty one of some models
+        raise UsageError(f"{directory} has no tokenizer: put tokenizer.json beside the model")
     if not tokenizer.is_fast:
         raise UsageError(f"{directory} has only a slow tokenizer: convert it to tokenizer.json (fast) first")
     return tokenizer

@@ -1,6 +1,8 @@
 """What the user asks of the optimizer."""
 
 import difflib
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -105,12 +107,23 @@ NAMED: dict[str, tuple[type[AdamW] | type[Lion] | type[SGD], str]] = {
 }
 
 
+def check_hyper(values: Mapping[str, Any]) -> None:
+    """Raise UsageError for an `lr`, `weight_decay`, `eps` or `betas` that no step can be made with. An eps of 0 is
+    none: a gradient of zero, as that of a token which is not in the batch, would make a weight nan."""
+    for name, value in values.items():
+        if name in ("lr", "weight_decay") and not 0 <= value < math.inf:
+            raise UsageError(f"{name} must be a number that is not negative, not {value}")
+        if name == "eps" and not 0 < value < math.inf:
+            raise UsageError(f"eps must be more than 0, not {value}")
+        if name == "betas" and not all(0 <= beta < 1 for beta in value):
+            raise UsageError(f"betas and momentum must be in [0, 1), not {value}")
+
+
 def state_format(settings: Rule) -> StateFormat:
     """What these settings keep of every parameter. Raises UsageError for widths and values there are not."""
-    if not settings.lr >= 0:
-        raise UsageError(f"the learning rate must not be negative, as {settings.lr} is")
-    if not all(0 <= beta < 1 for beta in settings.betas):
-        raise UsageError(f"betas and momentum must be in [0, 1), not {settings.betas}")
+    check_hyper({name: getattr(settings, name) for name in ("lr", "betas", "weight_decay")})
+    if settings.rule == "adamw":
+        check_hyper({"eps": settings.eps})
     if settings.max_grad_norm is not None and not settings.max_grad_norm > 0:
         raise UsageError(f"max_grad_norm must be more than 0, or None for no clipping, not {settings.max_grad_norm}")
     if settings.clip_by not in CLIP_BY:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from spillway.optim.config import SGD, Rule
+from spillway.optim.config import SGD, Rule, check_hyper
 from spillway.spec.errors import UsageError
 
 
@@ -49,6 +49,10 @@ def _named_group(
         seen.add(id(param))
     if "momentum" in options:
         options["betas"] = (options.pop("momentum"), 0.0)
+    try:
+        check_hyper(options)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
     return NamedGroup(tuple(frozenset(names[id(param)]) for param in listed), options)
 
 

@@ -87,7 +87,7 @@ def figures(question: Question, plan: Plan) -> PlanReport:
         run_seconds=(runs[0], runs[1]),
         run_written_bytes=run_written,
         endurance_share=run_written / endurance if endurance else 0.0,
-        dollars_per_million_tokens=dollars / base.tokens * 1e6,
+        dollars_per_million_tokens=dollars / base.tokens * 1e6 if base.tokens else 0.0,
         dollars_per_run=dollars * question.steps,
         activations=_count([_kept_as(kept) for kept in plan.placement.acts]),
         notes=(*plan.notes, *_notes_on_saving(phases["save"].disk, base.budget.disk_bytes)),

@@ -196,7 +196,7 @@ class Question:
             keep=KeepPoints(options.save_total_limit, options.save_total_limit > 0),
             activations=options.activations,
             policy=options.policy,
-            streams=options.streams or None,
+            streams=options.streams,
         )
 
 

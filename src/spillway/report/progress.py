@@ -21,6 +21,11 @@ from spillway.spec.sizes import format_seconds
 _LINE_EVERY_S = 10.0
 
 
+def answers() -> Console:
+    """Where what a command was asked for goes: standard output."""
+    return Console(highlight=False, soft_wrap=True)
+
+
 class Reporter:
     """Where a run shows what it does. Everything goes to standard error; standard output is for results."""
 

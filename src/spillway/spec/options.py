@@ -76,7 +76,7 @@ class TrainOptions:
     weights: str = "auto"
     states: str = "auto"
     policy: str = "auto"
-    streams: int = 0
+    streams: int | None = None
     label_smoothing_factor: float = 0.0
     non_finite: str = "stop"
     max_writes: str | None = None
@@ -112,7 +112,7 @@ class TrainOptions:
             "weights": self.weights,
             "states": self.states,
             "policy": self.policy,
-            "streams": self.streams or None,
+            "streams": self.streams,
             "label_smoothing": self.label_smoothing_factor,
         }
 
@@ -127,7 +127,7 @@ class TrainOptions:
             value = getattr(self, field.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise UsageError(f"--{field.name.replace('_', '-')} must be a finite number, not {value}")
-        if self.streams < 0:
+        if self.streams is not None and self.streams < 1:
             raise UsageError(f"--streams must be at least 1, or left out for the planner to choose, not {self.streams}")
         if self.save_total_limit < 0:
             raise UsageError(f"--save-total-limit must be at least 0, not {self.save_total_limit}")
@@ -141,6 +141,10 @@ class TrainOptions:
             raise UsageError(f"--master-bits 24 is for bfloat16 weights, not for {self.dtype}")
         if self.max_grad_norm < 0:
             raise UsageError(f"--max-grad-norm must be more than 0, or 0 for no clipping, not {self.max_grad_norm}")
+        if self.clip_by != "norm" and not self.max_grad_norm:
+            raise UsageError(f"--clip-by {self.clip_by} clips nothing with --max-grad-norm 0: leave one of them out")
+        if "" in (*self.store, *self.data, *self.eval_data):
+            raise UsageError("a path is empty: is a variable of the shell not set?")
         scale = self.fixed_loss_scale
         if isinstance(scale, float) and not 0 < scale < math.inf:
             raise UsageError(f"--loss-scale must be auto, dynamic or a number above 0, not {self.loss_scale}")
@@ -157,6 +161,8 @@ class TrainOptions:
             _check_size(name, getattr(self, name))
         if self.max_length < 2:
             raise UsageError("--max-length must be at least 2: a token is predicted from the one before it")
+        if not 0 < self.adam_epsilon < math.inf:
+            raise UsageError(f"--adam-epsilon must be more than 0, not {self.adam_epsilon}")
         if not 0 <= self.label_smoothing_factor < 1:
             raise UsageError(f"--label-smoothing-factor must be in [0, 1), not {self.label_smoothing_factor}")
         if not 0 <= self.warmup_ratio < 1:

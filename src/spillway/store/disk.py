@@ -63,10 +63,13 @@ class StripedDisk:
         keep: bool,
         locked: Collection[str] = (),
         check: Callable[[], None] = lambda: None,
+        may_write: bool = True,
     ) -> None:
         """Open or create the files; what they held stays only if `keep`, otherwise they read as zeros once reserved.
         Paths in `locked` are held by the caller already. `check` is called when all are, before anything is changed.
-        Raises DiskError for a path that is read-only or in use, or, with `keep`, has lost its file."""
+        Without `may_write` the paths may be read-only. Raises DiskError for one that is so otherwise, that is in use,
+        or, with `keep`, has lost its file."""
+        flags = os.O_RDWR | os.O_CREAT if may_write else os.O_RDONLY
         self.geometry = geometry
         self._paths = geometry.directories
         self._row = sum(geometry.shares)
@@ -86,10 +89,10 @@ class StripedDisk:
         try:
             for path in self._paths:
                 if path.resolve() not in {Path(held).resolve() for held in locked}:
-                    self._locks.append(_lock(path))
+                    self._locks.append(_lock(path, flags))
             check()
             for file in geometry.files():
-                fd, direct = _open(file)
+                fd, direct = _open(file, flags)
                 self._files.append(fd)
                 self._written[fd] = 0
                 self.direct = self.direct and direct
@@ -316,19 +319,23 @@ def free_on(geometry: Geometry) -> int:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """No run uses the store path meanwhile. Raises DiskError where one does."""
-    lock = _lock(path)
+    lock = _lock(path, os.O_RDWR | os.O_CREAT)
     try:
         yield
     finally:
         os.close(lock)
 
 
-def _lock(path: Path) -> int:
+def _lock(path: Path, flags: int) -> int:
+    writes = bool(flags & os.O_CREAT)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        if writes:
+            path.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path / _LOCK, flags, 0o644)
     except OSError as error:
-        raise DiskError(f"the store path {path} cannot be written: {error.strerror}; choose another --store") from error
+        what = "written" if writes else "read"
+        hint = "; choose another --store" if writes else ""
+        raise DiskError(f"the store path {path} cannot be {what}: {error.strerror}{hint}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -340,8 +347,7 @@ def _lock(path: Path) -> int:
     return fd
 
 
-def _open(file: Path) -> tuple[int, bool]:
-    flags = os.O_RDWR | os.O_CREAT
+def _open(file: Path, flags: int) -> tuple[int, bool]:
     try:
         return os.open(file, flags | os.O_DIRECT, 0o644), True
     except OSError as error:

@@ -89,12 +89,13 @@ class _Run:
     def train(self, stop: Stop) -> RunSummary:
         """All steps that are left, then the final model."""
         training, progress = self._training, self._progress
-        if progress.step >= training.total and written_step(training.directory) == progress.step:
+        if progress.step >= training.total:
             self._reporter.say(
                 f"{counted(progress.step, 'step')} made before and {training.total} are asked for: more --max-steps or "
                 f"epochs go on from there"
             )
-            return self._telling.summarize()
+            if written_step(training.directory) == progress.step:
+                return self._telling.summarize()
         metrics = MetricsFile(training.directory / METRICS, progress.step, progress.last)
         stop.waits = True
         try:

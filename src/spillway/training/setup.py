@@ -85,6 +85,8 @@ class Training:
 def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, stack: ExitStack) -> Training:
     """Make a run ready; `stack` releases memory, files and locks. Raises a SpillwayError for what the user can mend."""
     say = reporter.say
+    if not options.output_dir:
+        raise UsageError("--output-dir is empty: is a variable of the shell not set?")
     list(data_files((*options.data, *options.eval_data)))  # a missing one is named before anything is read
     if native.load_problem():
         say(f"note: {native.load_problem()}: PyTorch and preadv do its work, slower")
