@@ -123,6 +123,14 @@ def test_what_moves_to_the_device_leaves_room_in_memory_that_is_used(capsys: pyt
     assert found["written_bytes"] == 0 and found["step_seconds"] < 4
 
 
+def test_device_memory_that_visiting_updates_leave_holds_units_that_live_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = ask(capsys, "gpt-13b", "--hardware", "rtx4090+4x990pro+256GB", "--max-length", "1024")
+    assert found["placement"]["states"]["device"] > 0
+    assert found["peaks"]["device"] > 0.8 * 24e9
+
+
 def test_without_a_drive_units_begin_on_the_device_where_memory_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert ask(capsys, "gpt-10b", "--hardware", "b200+64GB", "--max-length", "1024")["fits"]
     short = ask(capsys, "gpt-13b", "--hardware", "rtx4090+128GB", "--max-length", "1024", code=3)

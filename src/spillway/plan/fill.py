@@ -40,6 +40,9 @@ _INPUTS_STAY = (("grads", "host"),)
 _OFF_THE_DEVICE = (("inputs", "host"), ("grads", "host"), ("weights", "host"), ("states", "host"))
 # Activations are moved off the device in the best of the other placements, by their bounds.
 _SWAPPED_FROM = 3
+_ON_THE_DEVICE = UnitPlacement("device", "device", "device")
+# Of the units whose updates visit the device: so many of them. The link that they take is not only theirs.
+_VISITING_SHARES = (1.0, 0.9, 0.8)
 _NEARER = {"disk": ("host", "device"), "host": ("device",), "device": ()}
 
 
@@ -110,6 +113,32 @@ class Filler:
             return candidate
         found = self._candidates.of(replace(placement, state_slabs=slabs), *_late_and_visiting(placement))
         return found if self._candidates.fits(found) else candidate
+
+    def with_living_units(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Where updates visit the device: with as many units as there is room for, beside the slots of visitors, living
+        there, and several shares of the others visiting. Nothing where there is no such unit."""
+        placement, space = candidate.placement, self._space
+        movable = [unit for unit, where in enumerate(placement.units) if where.states == "host"]
+        visiting = sum(where.visits for where in placement.units)
+        if "device" not in space.weights or "device" not in space.states or not visiting:
+            return
+
+        def living(count: int, share: float) -> Candidate:
+            units = list(placement.units)
+            for unit in movable[:count]:
+                units[unit] = _ON_THE_DEVICE
+            late, _ = _late_and_visiting(placement)
+            rest = spread(movable[count:], share * visiting / len(movable))
+            return self._candidates.of(replace(placement, units=tuple(units)), late, rest)
+
+        low, high = 0, len(movable)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._candidates.fits(living(middle, 1.0)) else (low, middle)
+        for share in _VISITING_SHARES:
+            found = living(low, share)
+            if self._candidates.fits(found):
+                yield found
 
     def with_wider_window(self, candidate: Candidate) -> Candidate:
         """As many more slots as there is room for that nothing else could use: what they hold at the turn to backward
@@ -218,7 +247,7 @@ class Filler:
             if tier not in allowed or tier not in _NEARER.get(at, ()):
                 return None
             if part == "states" and tier == "device":
-                return UnitPlacement("device", "device", "device") if where.weights == "device" else None
+                return _ON_THE_DEVICE if where.weights == "device" else None
             if part == "states":
                 return replace(where, states=tier)
             return replace(where, weights=tier) if part == "weights" else replace(where, grads=tier)
@@ -234,7 +263,7 @@ class Filler:
             near = where.weights != "disk" and where.states == "host"
             if not may_live or where.states in ("none", "device") or not (near or from_anywhere):
                 return None
-            return UnitPlacement("device", "device", "device")
+            return _ON_THE_DEVICE
 
         return change
 
@@ -311,6 +340,11 @@ def _late_and_visiting(placement: Placement) -> tuple[list[int], list[int]]:
     units = range(len(placement.units))
     late = [unit for unit in units if placement.units[unit].defers]
     return late, [unit for unit in units if placement.units[unit].visits]
+
+
+def spread(units: list[int], share: float) -> frozenset[int]:
+    """So large a share of the units, evenly."""
+    return frozenset(unit for turn, unit in enumerate(units) if int((turn + 1) * share) > int(turn * share))
 
 
 def _put(values: tuple[Any, ...], number: int, value: object) -> list[Any]:

@@ -191,7 +191,8 @@ class _Search:
         for number, found in enumerate(finalists):
             if number >= _FINALISTS and self._simulated - before > _FINAL_OPS:
                 break
-            whole = self._time_whole(self._with_more_slabs(self._with_wider_window(found)))
+            fuller = self._with_wider_window(self._with_living_units(found))
+            whole = self._time_whole(self._with_more_slabs(fuller))
             if best is None or whole.seconds < best.seconds:
                 best = whole
         return self._with_streams(self._with_read_ahead(required(best, "a search without finalists")))
@@ -203,6 +204,13 @@ class _Search:
         near = sorted((found for found in self._estimated if found.seconds <= _NEAR * best.seconds), key=_seconds)
         of_each_kind = {found.candidate.placement.visits: found for found in reversed(near)}.values()
         return list({found.candidate.placement: found for found in (*of_each_kind, *near[:_MOST_FINALISTS])}.values())
+
+    def _with_living_units(self, best: _Timed) -> _Timed:
+        """That plan with units that live on the device, beside updates that visit it, where that makes it faster."""
+        if not self._searches_freely or self._request.fixed is not None:
+            return best
+        found = min(map(self._time, self._filler.with_living_units(best.candidate)), key=_seconds, default=best)
+        return found if _CLOSE * found.seconds < best.seconds else best
 
     def _with_wider_window(self, best: _Timed) -> _Timed:
         """That plan with more slots, where that is worth the memory."""

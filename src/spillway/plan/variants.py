@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from spillway.plan.candidates import Candidate, Candidates
+from spillway.plan.fill import spread
 
 # Of the updates that could be made within the step: how many are left to the next forward.
 _FIRST_SHARE = 0.5  # the drive then has about as much to do in forward as in backward
@@ -42,7 +43,7 @@ class Variants:
         may_defer = self._space.update == "auto" and "deferred" in self._space.policy.updates
         visiting = self._visitors(candidate, trained)
         if soon and may_defer:
-            yield placement.update, _spread(soon, _FIRST_SHARE), none
+            yield placement.update, spread(soon, _FIRST_SHARE), none
         if soon or not may_defer:
             yield placement.update, none, none
             if visiting:
@@ -50,7 +51,7 @@ class Variants:
         if not may_defer:
             return
         for share in _DEFERRED_SHARES if soon else (1.0,):
-            yield ("deferred" if share == 1.0 else placement.update), _spread(soon, share), none
+            yield ("deferred" if share == 1.0 else placement.update), spread(soon, share), none
         if visiting:
             yield "deferred", none, visiting
         if visiting and "serial" in self._space.policy.updates:
@@ -79,9 +80,4 @@ class Variants:
             return frozenset()
         on_cpu = params / self._hardware.update_params_per_s
         on_link = moved / min(self._hardware.upload_bytes_per_s, self._hardware.download_bytes_per_s)
-        return _spread(units, on_cpu / (on_cpu + on_link))
-
-
-def _spread(units: list[int], share: float) -> frozenset[int]:
-    """So large a share of the units, evenly."""
-    return frozenset(unit for turn, unit in enumerate(units) if int((turn + 1) * share) > int(turn * share))
+        return spread(units, on_cpu / (on_cpu + on_link))

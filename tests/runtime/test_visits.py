@@ -1,0 +1,62 @@
+"""Updates made on the device of states that rest elsewhere, beside units that live there: only the lane changes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import models
+import spillway
+from spillway.api import close, read_parameters
+from spillway.assembly import prepared
+from spillway.plan import search
+from spillway.plan.search import _Search, _Timed
+from spillway.spec.plan import Placement, UnitPlacement
+
+LIVING, VISITING = (1, 2), (0, 3, 4)
+
+
+class Together(_Search):
+    """Finds plans in which some units live on the device and the updates of others visit it."""
+
+    def run(self) -> _Timed:
+        placement = super().run().candidate.placement
+        units = list(placement.units)
+        for unit in LIVING:
+            units[unit] = UnitPlacement("device", "device", "device")
+        late = [unit for unit, where in enumerate(units) if placement.update == "deferred" or where.defers]
+        return self._simulate(self._candidates.of(replace(placement, units=tuple(units)), late, VISITING))
+
+
+def trained(
+    store: Path, update: str, states: str, max_grad_norm: float | None
+) -> tuple[dict[str, torch.Tensor], Placement]:
+    model, optimizer = spillway.prepare(
+        models.llama(),
+        spillway.AdamW(lr=1e-2, max_grad_norm=max_grad_norm),
+        store=store,
+        device="cpu",
+        update=update,
+        weights="host",
+        states=states,
+    )
+    for number in range(4):
+        model(**models.batch("llama", number)).loss.backward()
+        optimizer.step()
+    params, placement = read_parameters(model), prepared(model).session.engine.in_force.plan.placement
+    close(model)
+    return params, placement
+
+
+@pytest.mark.parametrize("states", ("host", "disk"))
+@pytest.mark.parametrize(("update", "max_grad_norm"), [("serial", 1e-2), ("overlap", None), ("deferred", 1e-2)])
+def test_units_that_live_on_the_device_beside_updates_that_visit_it_have_the_same_bits(
+    update: str, max_grad_norm: float | None, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, plain = trained(tmp_path / "plain", update, states, max_grad_norm)
+    monkeypatch.setattr(search, "_Search", Together)
+    found, placement = trained(tmp_path / "together", update, states, max_grad_norm)
+    assert not plain.visits and [placement.units[unit].states for unit in LIVING] == ["device"] * len(LIVING)
+    assert [placement.units[unit].visits for unit in VISITING] == [True] * len(VISITING)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
