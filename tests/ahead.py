@@ -2,16 +2,16 @@
 
 import pytest
 
-from spillway.plan import fill
+from spillway.plan import spare
 from spillway.plan.search import _Search, _Timed
 
 
 def read_ahead_always(patch: pytest.MonkeyPatch) -> None:
     def always(search: _Search, best: _Timed) -> _Timed:
-        candidate = search._filler.with_read_ahead(best.candidate, 1.0)
+        candidate = search._spare.with_read_ahead(best.candidate, 1.0)
         return best if candidate is best.candidate else search._simulate(candidate)
 
-    patch.setattr(fill, "readable_ahead", lambda *_: 1e18)
+    patch.setattr(spare, "readable_ahead", lambda *_: 1e18)
     patch.setattr(_Search, "_with_read_ahead", always)
 
 

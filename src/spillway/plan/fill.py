@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from math import ceil
 from typing import Any
 
-from spillway.plan.bounds import is_held_up_by_recomputing, lower_bound, readable_ahead
+from spillway.plan.bounds import is_held_up_by_recomputing, lower_bound
 from spillway.plan.candidates import Candidate, Candidates, Change, with_part
 from spillway.plan.swap import EVERYTHING, Output, best_amount, with_outputs
-from spillway.spec.plan import Kept, Placement, UnitPlacement
+from spillway.spec.plan import ON_THE_DEVICE, Kept, Placement, UnitPlacement
 
 # Of the optimizer states: fewer than that in host memory are not worth losing a saved point at every step.
 _WORTHWHILE_SHARE = 0.25
@@ -40,9 +39,6 @@ _INPUTS_STAY = (("grads", "host"),)
 _OFF_THE_DEVICE = (("inputs", "host"), ("grads", "host"), ("weights", "host"), ("states", "host"))
 # Activations are moved off the device in the best of the other placements, by their bounds.
 _SWAPPED_FROM = 3
-_ON_THE_DEVICE = UnitPlacement("device", "device", "device")
-# Of the units whose updates visit the device: so many of them. The link that they take is not only theirs.
-_VISITING_SHARES = (1.0, 0.9, 0.8)
 _NEARER = {"disk": ("host", "device"), "host": ("device",), "device": ()}
 
 
@@ -102,88 +98,6 @@ class Filler:
             yield self.fill(self._swap(lowest, starts[0]))
             for level in keeps if "device" in space.kept_in else ():
                 yield self.fill(self._swap(self._keep(lowest, "device", level), starts[0]))
-
-    def with_more_slabs(self, candidate: Candidate) -> Candidate:
-        """Half of the host memory that nothing else could use takes more states on their way: what late updates write
-        may then last into backward, when the drives have less to do. The same candidate where there is none."""
-        placement, left = candidate.placement, self._budget.host_bytes - candidate.peaks.host
-        slab = next((pool.slab_bytes for pool in candidate.pools if pool.name == "state"), 0)
-        slabs = min(placement.state_slabs + (left // 2 // slab if slab else 0), self._space.policy.state_slabs)
-        if slabs <= placement.state_slabs:
-            return candidate
-        found = self._candidates.of(replace(placement, state_slabs=slabs), *_late_and_visiting(placement))
-        return found if self._candidates.fits(found) else candidate
-
-    def with_living_units(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Where updates visit the device: with as many units as there is room for, beside the slots of visitors, living
-        there, and several shares of the others visiting. Nothing where there is no such unit."""
-        placement, space = candidate.placement, self._space
-        movable = [unit for unit, where in enumerate(placement.units) if where.states == "host"]
-        visiting = sum(where.visits for where in placement.units)
-        if "device" not in space.weights or "device" not in space.states or not visiting:
-            return
-
-        def living(count: int, share: float) -> Candidate:
-            units = list(placement.units)
-            for unit in movable[:count]:
-                units[unit] = _ON_THE_DEVICE
-            late, _ = _late_and_visiting(placement)
-            rest = spread(movable[count:], share * visiting / len(movable))
-            return self._candidates.of(replace(placement, units=tuple(units)), late, rest)
-
-        low, high = 0, len(movable)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._candidates.fits(living(middle, 1.0)) else (low, middle)
-        for share in _VISITING_SHARES:
-            found = living(low, share)
-            if self._candidates.fits(found):
-                yield found
-
-    def with_wider_window(self, candidate: Candidate) -> Candidate:
-        """As many more slots as there is room for that nothing else could use: what they hold at the turn to backward
-        is not fetched again. The same candidate where there is none."""
-        placement = candidate.placement
-        fetched = sum(where.weights != "device" for where in placement.units)
-        low, high = placement.window, min(fetched, self._space.policy.window) + 1
-        while self._model.calls and high - low > 1:
-            middle = (low + high) // 2
-            found = self._candidates.of(replace(placement, window=middle), *_late_and_visiting(placement))
-            if self._candidates.fits(found):
-                low, candidate = middle, found
-            else:
-                high = middle
-        return candidate
-
-    def with_read_ahead(self, candidate: Candidate, share: float) -> Candidate:
-        """With slabs of states filled in backward, for updates in the next forward: so large a share of those that the
-        drives have time for, and one less than there are, which is left to make them in another order. The same
-        candidate where there is no list whose updates are all made there."""
-        placement = candidate.placement
-        state = next((pool for pool in candidate.pools if pool.name == "state"), None)
-        if state is None:
-            return candidate
-        room = readable_ahead(self._model, placement, self._hardware)
-        ahead = min(ceil(share * room / state.slab_bytes), state.count - 1)
-        leaves_all = placement.update == "deferred" or (placement.update == "overlap" and placement.clip)
-        if not leaves_all or placement.accumulation > 1 or placement.in_turn or not ahead:
-            return candidate
-        if any(where.grads == "disk" for where in placement.units):  # which are read with the states
-            return candidate
-        return self._candidates.of(replace(placement, ahead=ahead), *_late_and_visiting(placement))
-
-    def with_streams(self, candidate: Candidate) -> Candidate:
-        """With as many micro-batches side by side as the device's memory that is left has room for. A CPU computes each
-        on all its cores."""
-        placement = candidate.placement
-        most = max((call.chunks for call in self._model.calls if call.forks), default=1)
-        if self._device_is_host or not self._request.tapes:  # compiled blocks may keep memory from call to call
-            return candidate
-        for streams in range(min(most, self._space.policy.streams), 1, -1):
-            found = self._candidates.of(replace(placement, streams=streams), *_late_and_visiting(placement))
-            if self._candidates.fits(found):
-                return found
-        return candidate
 
     def neighbours(self, placement: Placement) -> Iterator[Candidate]:
         """All that fit and differ in where one unit rests, or in what is kept of one call."""
@@ -247,7 +161,7 @@ class Filler:
             if tier not in allowed or tier not in _NEARER.get(at, ()):
                 return None
             if part == "states" and tier == "device":
-                return _ON_THE_DEVICE if where.weights == "device" else None
+                return ON_THE_DEVICE if where.weights == "device" else None
             if part == "states":
                 return replace(where, states=tier)
             return replace(where, weights=tier) if part == "weights" else replace(where, grads=tier)
@@ -263,7 +177,7 @@ class Filler:
             near = where.weights != "disk" and where.states == "host"
             if not may_live or where.states in ("none", "device") or not (near or from_anywhere):
                 return None
-            return _ON_THE_DEVICE
+            return ON_THE_DEVICE
 
         return change
 
@@ -333,18 +247,6 @@ class Filler:
         ]
         on_host = sum(size for size, host in sizes if host)
         return on_host >= _WORTHWHILE_SHARE * sum(size for size, _ in sizes)
-
-
-def _late_and_visiting(placement: Placement) -> tuple[list[int], list[int]]:
-    """Units whose updates are left to the next forward, and those made on the device."""
-    units = range(len(placement.units))
-    late = [unit for unit in units if placement.units[unit].defers]
-    return late, [unit for unit in units if placement.units[unit].visits]
-
-
-def spread(units: list[int], share: float) -> frozenset[int]:
-    """So large a share of the units, evenly."""
-    return frozenset(unit for turn, unit in enumerate(units) if int((turn + 1) * share) > int(turn * share))
 
 
 def _put(values: tuple[Any, ...], number: int, value: object) -> list[Any]:

@@ -17,6 +17,7 @@ from spillway.plan.policies import POLICIES
 from spillway.plan.pools import recomputed_flops, stored_bytes
 from spillway.plan.request import PlanRequest, Space, space_of
 from spillway.plan.simulate import step_seconds
+from spillway.plan.spare import Spare
 from spillway.plan.start import Start
 from spillway.plan.swap import outputs
 from spillway.plan.thin import in_few_parts, thinned
@@ -174,6 +175,7 @@ class _Search:
         self._hardware = hardware
         self._candidates = Candidates(model, hardware, budget, request, space)
         self._filler = Filler(self._candidates)
+        self._spare = Spare(self._candidates)
         self._variants = Variants(self._candidates)
         self._budget = budget
         self._request = request
@@ -209,12 +211,12 @@ class _Search:
         """That plan with units that live on the device, beside updates that visit it, where that makes it faster."""
         if not self._searches_freely or self._request.fixed is not None:
             return best
-        found = min(map(self._time, self._filler.with_living_units(best.candidate)), key=_seconds, default=best)
+        found = min(map(self._time, self._spare.with_living_units(best.candidate)), key=_seconds, default=best)
         return found if _CLOSE * found.seconds < best.seconds else best
 
     def _with_wider_window(self, best: _Timed) -> _Timed:
         """That plan with more slots, where that is worth the memory."""
-        wider = self._filler.with_wider_window(best.candidate)
+        wider = self._spare.with_wider_window(best.candidate)
         if wider is best.candidate:
             return best
         found = self._time(wider)
@@ -223,7 +225,7 @@ class _Search:
     def _with_more_slabs(self, best: _Timed) -> _Timed:
         """That plan with more states on their way, or with that and its updates at another moment, where it is as fast:
         besides what the simulation shows, they make up for a drive whose speed varies."""
-        deeper = self._filler.with_more_slabs(best.candidate)
+        deeper = self._spare.with_more_slabs(best.candidate)
         if deeper is best.candidate:
             return best
         fastest = self._time(deeper)
@@ -238,8 +240,8 @@ class _Search:
         window, too, for what the drives read in backward otherwise leaves them no time for that."""
         if not self._space.policy.reads_ahead or not self._model.calls:
             return best
-        base = self._filler.with_wider_window(best.candidate)
-        found = [self._filler.with_read_ahead(base, share) for share in _AHEAD_SHARES]
+        base = self._spare.with_wider_window(best.candidate)
+        found = [self._spare.with_read_ahead(base, share) for share in _AHEAD_SHARES]
         ways = list({way.placement: way for way in found if way is not base}.values())
         if not ways:
             return best
@@ -264,7 +266,7 @@ class _Search:
         simulation gives nothing for it: what it gains, the kernels of small micro-batches leave idle."""
         if self._request.streams is not None:
             return best
-        candidate = self._filler.with_streams(best.candidate)
+        candidate = self._spare.with_streams(best.candidate)
         plan = replace(best.plan, placement=replace(best.plan.placement, streams=candidate.placement.streams))
         return replace(best, candidate=candidate, plan=plan)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from spillway.plan.candidates import Candidate, Candidates
-from spillway.plan.fill import spread
+from spillway.plan.spare import spread
 
 # Of the updates that could be made within the step: how many are left to the next forward.
 _FIRST_SHARE = 0.5  # the drive then has about as much to do in forward as in backward

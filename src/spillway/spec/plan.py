@@ -105,6 +105,9 @@ class UnitPlacement:
         return self.weights == "disk" or (self.weights == "device" and self.states == "disk")
 
 
+ON_THE_DEVICE = UnitPlacement("device", "device", "device")
+
+
 @dataclass(frozen=True, slots=True)
 class KeepPoints:
     """Saved points: how many stay, and whether they are asked for where states rest in memory. With none, steps are
