@@ -98,9 +98,8 @@ class Spare:
         on all its cores."""
         placement = candidate.placement
         most = max((call.chunks for call in self._model.calls if call.forks), default=1)
-        if (
-            self._candidates.device_is_host or not self._request.tapes
-        ):  # compiled blocks may keep memory from call to call
+        # Compiled blocks may keep memory from call to call.
+        if self._candidates.device_is_host or not self._request.tapes:
             return candidate
         for streams in range(min(most, self._space.policy.streams), 1, -1):
             found = self._candidates.of(replace(placement, streams=streams), *_late_and_visiting(placement))
