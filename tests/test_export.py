@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 import directories
 from spillway.cli.main import run
@@ -33,6 +34,36 @@ def test_an_exported_point_is_the_final_model(trained: Path, tmp_path: Path) -> 
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_an_exported_point_has_the_buffers_that_training_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+    widths = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "max_position_embeddings": 128}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    config = DeepseekV3Config(vocab_size=300, first_k_dense_replace=1, **sizes, **heads, **widths, **experts)
+    DeepseekV3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    directories.make_tokenizer().save_pretrained(tmp_path / "model")
+    forward = DeepseekV3TopkRouter.forward
+
+    def balances(router: Any, hidden: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                router.e_score_correction_bias += 0.5
+        return forward(router, hidden)
+
+    monkeypatch.setattr(DeepseekV3TopkRouter, "forward", balances)
+    data, out = directories.make_texts(tmp_path / "texts.jsonl"), tmp_path / "run"
+    fixed = "--max-length 32 --per-device-train-batch-size 1 --max-steps 2 --dtype float32 --device cpu"
+    where = "--states disk --weights disk"
+    arguments = ["train", str(tmp_path / "model"), str(data), "-o", str(out), *fixed.split(), *where.split()]
+    assert run(arguments) == 0
+    assert run(["export", str(out), str(tmp_path / "out")]) == 0
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "out", out / "model"))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(ours[name], theirs[name]) and (ours[name] > 0).all()
 
 
 def test_an_export_to_float32_holds_every_bit_of_the_masters(trained: Path, tmp_path: Path) -> None:

@@ -48,11 +48,11 @@ def export(
             f"the model takes {format_size(need)} in {output} and {format_size(have)} are free there: free some or "
             f"choose another directory"
         )
-    for name, buffer in (buffers := persistent_buffers(saved.model)).items():
-        if name in manifest.buffers:
-            buffer.copy_(from_text(manifest.buffers[name], buffer.dtype, buffer.shape))
     source = open_directory(saved.model, loaded_in(saved.model)[saved.model])
     source.close()
+    for name, buffer in (buffers := persistent_buffers(saved.model)).items():  # after those of the files
+        if name in manifest.buffers:
+            buffer.copy_(from_text(manifest.buffers[name], buffer.dtype, buffer.shape))
     is_as_trained = wanted in (None, as_dtype(saved.options.dtype))  # otherwise it is made from the masters
     arrays = ("weight",) if is_as_trained else ("weight", "low", "master")
     read = sum(part.num_bytes for unit in saved.units for part in unit.layout.components if part.name in arrays)

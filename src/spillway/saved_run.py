@@ -6,14 +6,14 @@ from pathlib import Path
 from torch import nn
 
 from spillway.api import as_dtype, load
-from spillway.checkpoint.points import fingerprint
+from spillway.checkpoint.usable import usable
 from spillway.integrations.huggingface import CAUSAL_LM
 from spillway.model.units import Unit, find_units
 from spillway.optim.config import settings_of, state_format
 from spillway.rundir import read_options, where_saved
 from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.options import TrainOptions
-from spillway.store.manifest import Manifest, load_manifests
+from spillway.store.manifest import Manifest, manifest_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,15 @@ def open_run(run: Path) -> SavedRun:
     points are of another model or all damaged."""
     options = read_options(run)
     directory = where_saved(options, run)
-    good, bad = load_manifests(directory)
-    if not good and bad:
-        raise DiskError(bad[0])
-    if not good:
+    if not manifest_files(directory):
         raise UsageError(f"{run} holds no saved point yet: {directory} is empty")
     model = load(options.model, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle)
     units = find_units(model, state_format(settings_of(options)))
-    if good[0].model_fingerprint != fingerprint(units):
-        raise DiskError(f"{directory} was saved from another model than {options.model} now is: bring that model back")
-    return SavedRun(options, model, units, tuple(_located(point, directory) for point in good), tuple(bad))
+    found = usable(directory, units)
+    if not found.points:
+        raise DiskError(f"{run} has no saved point of {options.model} as that model is now: {found.problems[0]}")
+    points = tuple(_located(point, directory) for point in found.points)
+    return SavedRun(options, model, units, points, found.problems)
 
 
 def _located(point: Manifest, directory: Path) -> Manifest:

@@ -21,8 +21,9 @@ from spillway.assembly import prepared
 from spillway.checkpoint import points as points_module
 from spillway.spec.errors import DamageError, DiskError, SpillwayError, StoreMoves, UsageError
 from spillway.spec.plan import NO_POINTS, KeepPoints
+from spillway.store import move as move_module
 from spillway.store.disk import StripedDisk
-from spillway.store.manifest import Manifest, load_manifest, load_manifests, manifest_files
+from spillway.store.manifest import Manifest, load_manifest, load_manifests, manifest_files, save_manifest
 from store.geometries import even_geometry
 
 TWO = KeepPoints(2, True)
@@ -265,6 +266,90 @@ def test_a_run_moves_to_other_drives(tmp_path: Path, expected: dict[str, torch.T
     run.end()
     assert same(Run([one], resume=more[0]).train(6).end(), expected)
     assert not any(list(path.glob("spillway.data*")) for path in more)
+
+
+class Killed(BaseException):
+    """Nothing that is running looks after this."""
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_kill_between_the_commit_of_a_move_and_its_end_loses_nothing(
+    tmp_path: Path, elsewhere: bool, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    Run(one).train(3).end()
+    paths = [two] if elsewhere else [one, two]
+
+    def killed(directory: Path, manifest: Manifest) -> None:
+        save_manifest(directory, manifest, keep_last=9)
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.warns(StoreMoves, match="the 1 saved before it"):
+        patched.setattr(move_module, "save_manifest", killed)
+        with pytest.raises(Killed):
+            Run(paths, resume=one)
+    assert [step for step, _ in manifest_files(one)] == [3, 2]
+    run = Run(paths, resume=one)
+    assert run.optimizer.num_steps == 3 and run.points.directory == paths[0]
+    assert same(run.train(6).end(), expected)
+    assert not (one / "spillway.data").exists() or elsewhere
+
+
+def test_the_same_call_goes_on_where_the_run_was_moved_to(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    Run(tmp_path / "one").train(2).end()
+    with pytest.warns(StoreMoves):
+        Run(tmp_path / "two", resume=tmp_path / "one").train(3).end()
+    assert same(Run(tmp_path / "two", resume=tmp_path / "one").train(6).end(), expected)
+    Run(tmp_path / "another").train(1).end()
+    with pytest.raises(UsageError, match="holds another run than"):
+        Run(tmp_path / "another", resume=tmp_path / "two")
+
+
+def test_a_move_whose_copy_is_not_whole_leaves_the_run_where_it_was(
+    tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    Run(one).train(3).end()
+    write_all = StripedDisk.write_all
+
+    def flips(disk: StripedDisk, engine: Any, moves: list[Any]) -> None:
+        for _, buffer in moves:
+            buffer[5] ^= 1
+        write_all(disk, engine, moves)
+
+    with monkeypatch.context() as patched, pytest.warns(StoreMoves):
+        patched.setattr(StripedDisk, "write_all", flips)
+        with pytest.raises(DamageError, match=r"two/spillway\.data\.1 is damaged at offset"):
+            Run(two, resume=one)
+    assert not list(two.glob("spillway.data*")) and not manifest_files(two)
+    assert same(Run(one, resume=True).train(6).end(), expected)
+
+
+def test_points_of_another_run_that_lie_where_others_do_are_not_used(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    Run(tmp_path / "one").train(3).end()
+    Run(tmp_path / "two", keep=KeepPoints(1)).train(1).end()
+    shutil.copy(tmp_path / "two" / "step-00000001.json", tmp_path / "one")
+    run = Run(tmp_path / "one", resume=True)
+    assert ["is of another run" in warning for warning in run.points.warnings] == [True]
+    assert run.optimizer.num_steps == 3
+    assert same(run.train(6).end(), expected)
+
+
+def test_a_manifest_that_cannot_be_read_for_now_is_not_taken_for_damaged(
+    tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Run(tmp_path).train(3).end()
+
+    def fails(path: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched, pytest.raises(DiskError, match="cannot be read"):
+        patched.setattr(Path, "read_bytes", fails)
+        Run(tmp_path, resume=True)
+    assert [step for step, _ in manifest_files(tmp_path)] == [3, 2]
+    assert same(Run(tmp_path, resume=True).train(6).end(), expected)
 
 
 def test_a_move_that_finds_no_room_leaves_nothing_behind(

@@ -168,6 +168,15 @@ def test_experts_that_lie_one_by_one_in_the_files_are_stacked_and_written_back(t
     assert all(torch.equal(written[name], stored[name]) for name in stored)
 
 
+def test_experts_that_lie_the_other_way_round_are_refused(tmp_path: Path) -> None:
+    file = moe_directory(tmp_path, "mixtral") / "model.safetensors"
+    stored = load_file(file)
+    name = next(name for name in stored if name.endswith("w1.weight"))
+    save_file({**stored, name: stored[name].T.contiguous()}, file, {"format": "pt"})
+    with pytest.raises(UsageError, match="do not make up"):
+        prepared(load(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ("mixtral", "qwen3"))
 def test_a_mixture_of_experts_trains_as_in_plain_pytorch(tmp_path: Path, kind: str) -> None:
     directory = moe_directory(tmp_path / kind, kind)

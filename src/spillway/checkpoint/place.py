@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spillway.checkpoint.points import SavedPoints
+from spillway.checkpoint.usable import usable
 from spillway.hardware.bandwidth import measure_shares
 from spillway.spec.errors import NothingSaved, StoreMoves, UsageError
 from spillway.spec.progress import Counting
@@ -29,9 +30,10 @@ def place_store(
         if resume:
             raise UsageError("resume= needs store=: the directories that training goes on in")
         return None
-    elsewhere = named is not None and named.resolve() != paths[0].resolve()
-    if elsewhere and manifest_files(paths[0]):
-        raise UsageError(f"{paths[0]} holds another run than {named}: choose an empty store to move that one to")
+    if named is not None and named != paths[0] and manifest_files(paths[0]):
+        if not _has_moved(points, named, paths[0]):
+            raise UsageError(f"{paths[0]} holds another run than {named}: choose an empty store to move that one to")
+        named = paths[0]
     directory = points.directory = named or _holder(paths)
     found = points.find(bool(resume))
     if not found:
@@ -44,16 +46,21 @@ def place_store(
     geometry = find_geometry(directory, found[0], paths)
     if geometry is None:
         size = sum(unit.num_bytes for unit in found[0].units)
+        others = f"; the {len(found) - 1} saved before it are left behind and removed" if len(found) > 1 else ""
         warnings.warn(
             f"step {found[0].step} ({format_size(size)}) is checked and moved from {directory} to "
-            f"{', '.join(map(str, paths))}",
+            f"{', '.join(map(str, paths))}{others}",
             StoreMoves,
             stacklevel=4,
         )
-        with counting("checking and moving the store", 2 * size) as counter:
-            whole = points.first_whole(counter.advance)
+        with counting("checking and moving the store", 3 * size) as counter:
+            advance = counter.advance
+            whole = points.first_whole(advance)
             refuse_foreign(tuple(path for path in paths if str(path) not in whole.geometry.paths))
-            points.moved_bytes = move(directory, whole, paths, measure_shares(paths), counter.advance)
+            shares = measure_shares(paths)
+            points.moved_bytes = move(
+                directory, whole, paths, shares, advance, lambda copy: points.check(copy, advance)
+            )
         points.directory = paths[0]
         geometry = points.find(True)[0].geometry
     elif geometry.generation == found[0].geometry.generation:
@@ -61,6 +68,16 @@ def place_store(
     points.step_over_short(geometry)
     points.directory = Path(geometry.paths[0])
     return geometry
+
+
+def _has_moved(points: SavedPoints, before: Path, now: Path) -> bool:
+    """Whether the run of `before` was moved to `now` already: the same call is made again."""
+    here, there = (usable(path, points.units).points for path in (now, before))
+    if not here or not here[0].geometry.generation:
+        return False
+    return not manifest_files(before) or any(
+        (point.step, point.geometry.generation + 1) == (here[-1].step, here[-1].geometry.generation) for point in there
+    )
 
 
 def _holder(paths: tuple[Path, ...]) -> Path:

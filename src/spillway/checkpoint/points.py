@@ -1,7 +1,6 @@
 """Saved points: what is committed, when, and how a run goes on from it."""
 
 import base64
-import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from spillway.checkpoint.saved import SavedPoint, compare, expected_checks
+from spillway.checkpoint.usable import fingerprint, usable
 from spillway.model.units import Unit
 from spillway.spec.errors import DamageError, DiskError, UsageError
 from spillway.spec.sizes import PAGE, align
@@ -20,7 +20,6 @@ from spillway.store.manifest import (
     Manifest,
     UnitRecord,
     drop_manifests,
-    file_name,
     load_manifests,
     save_manifest,
 )
@@ -85,7 +84,7 @@ class SavedPoints:
         """The saved points to go on from. Raises UsageError where one would be overwritten, DiskError where they are
         of another model or none can be read."""
         good, bad = load_manifests(self.directory) if self.directory is not None else ([], [])
-        if not good and not bad:
+        if self.directory is None or not (good or bad):
             return ()
         if not resume:
             raise UsageError(
@@ -94,24 +93,19 @@ class SavedPoints:
             )
         if not good:
             raise DiskError(bad[0])
-        own = tuple(manifest for manifest in good if manifest.model_fingerprint == fingerprint(self.units))
-        if not own:
+        own = usable(self.directory, self.units)
+        if not own.points:
             raise DiskError(
                 f"{self.directory} holds a run of another model, with another optimizer (its kind, moments or master "
                 f"bits) or with other parameters frozen: choose another store, or give those again"
             )
         if not self.keep_last:
             raise UsageError(
-                f"{self.directory} holds step {own[0].step}, and a run that keeps no saved points (a limit of 0) would "
-                f"lose it: keep one, or start another run from an export of this one"
+                f"{self.directory} holds step {own.points[0].step}, and a run that keeps no saved points (a limit of "
+                f"0) would lose it: keep one, or start another run from an export of this one"
             )
-        self.warnings += bad
-        self.warnings += [
-            f"{file_name(manifest.step)} in {self.directory} is of another model and is not used"
-            for manifest in good
-            if manifest not in own
-        ]
-        self._use(own)  # more than are kept, perhaps: until one of them is seen to be whole
+        self.warnings += own.problems
+        self._use(own.points)  # more than are kept, perhaps: until one of them is seen to be whole
         return self.found
 
     def first_whole(self, progress: Callable[[int], None]) -> Manifest:
@@ -120,11 +114,15 @@ class SavedPoints:
         while True:
             manifest = self.found[0]
             try:
-                with SavedPoint(manifest, self.units) as point:
-                    point.verify(progress)
+                self.check(manifest, progress)
                 return manifest
             except DamageError as error:
                 self._step_over(error)
+
+    def check(self, manifest: Manifest, progress: Callable[[int], None]) -> None:
+        """Read a saved point. `progress` is called with bytes read. Raises DamageError where it is not as written."""
+        with SavedPoint(manifest, self.units) as point:
+            point.verify(progress)
 
     def begin(self, store: PlacedStore) -> None:
         """The weights are at rest for the first time: no manifest names them yet, but no step may overwrite them
@@ -349,19 +347,6 @@ def from_text(text: str, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     if not content:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(content, dtype=dtype).reshape(shape)
-
-
-def fingerprint(units: tuple[Unit, ...]) -> str:
-    """Names, shapes and dtypes of every parameter, in short."""
-    described = [
-        (
-            unit.name,
-            repr(unit.layout.state_format),
-            [(p.name, p.shape, str(p.dtype), p.trainable) for p in unit.layout.places],
-        )
-        for unit in units
-    ]
-    return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 def _restore_unit(store: PlacedStore, manifest: Manifest, index: int, progress: Callable[[int], None]) -> None:

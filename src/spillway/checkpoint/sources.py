@@ -257,7 +257,7 @@ class DirectorySource:
             file = self._directory / self._file_of[keys[0]]
             if len(keys) == 1 and shapes[0] != shape:
                 raise UsageError(f"{file}: {keys[0]} has the shape {shapes[0]} and the model wants {shape}")
-            if sum(map(math.prod, shapes)) != math.prod(shape):
+            if sum(map(math.prod, shapes)) != math.prod(shape) or any(found[-1:] != shape[-1:] for found in shapes):
                 raise UsageError(f"{file}: {_some(list(keys))} do not make up {name} of the shape {shape}")
             for key in keys:
                 if not self._handle(key).is_float(key):

@@ -8,6 +8,7 @@ file with the highest step is the newest saved point.
 import hashlib
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,13 +85,16 @@ def manifest_files(directory: Path) -> list[tuple[int, Path]]:
 
 
 def load_manifests(directory: Path) -> tuple[list[Manifest], list[str]]:
-    """Every readable saved point, the newest first, and a sentence for each that is damaged or foreign."""
-    good, bad = [], []
+    """Every saved point, the newest first, and a sentence for each that is damaged or of another version. Raises
+    DiskError where a file cannot be read now: perhaps it is whole."""
+    good, bad = list[Manifest](), list[str]()
     for _, file in manifest_files(directory):
-        try:
-            good.append(_read(file))
-        except DiskError as error:
-            bad.append(str(error))
+        with suppress(FileNotFoundError):  # a run may have replaced it meanwhile
+            found = _read(file)
+            if isinstance(found, Manifest):
+                good.append(found)
+            else:
+                bad.append(found)
     return good, bad
 
 
@@ -104,19 +108,26 @@ def load_manifest(directory: Path) -> Manifest | None:
     return None
 
 
-def _read(path: Path) -> Manifest:
+def _read(path: Path) -> Manifest | str:
+    """What it holds, or why that is of no use."""
     try:
-        content = json.loads(path.read_text())
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DiskError(f"{path} cannot be read ({error.strerror}): look at its drive, then try again") from error
+    try:
+        content = json.loads(text)
         version, body = content["version"], content["body"]
         checksum = content["checksum"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise DiskError(f"{path} is damaged: it is not a manifest; restore it or start a new run") from error
+    except (ValueError, KeyError, TypeError):
+        return f"{path} is damaged: it is not a manifest; restore it or start a new run"
     if version != VERSION:
-        raise DiskError(
+        return (
             f"{path} is of version {version} and this Spillway reads version {VERSION}: use the release that wrote it"
         )
     if checksum != _checksum(body):
-        raise DiskError(f"{path} is damaged: its checksum does not match; restore it or start a new run")
+        return f"{path} is damaged: its checksum does not match; restore it or start a new run"
     return from_json(Manifest, body)
 
 

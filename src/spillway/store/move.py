@@ -1,4 +1,4 @@
-"""Moves a store to other drives: the saved point is copied, committed there, and only then removed here."""
+"""Moves a store to other drives: the saved point is copied, checked and committed there, and only then removed here."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,9 +40,11 @@ def move(
     paths: tuple[Path, ...],
     shares: tuple[int, ...],
     progress: Callable[[int], None],
+    check: Callable[[Manifest], None],
 ) -> dict[str, int]:
-    """Copy the saved point in `directory` to other paths. `progress` is called with bytes copied. Returns the bytes
-    written to each path. Raises DiskError for want of room; nothing is lost then."""
+    """Copy the saved point in `directory` to other paths. `progress` is called with bytes copied; `check` with the
+    copy, when it is durable, and raises DiskError where it is not whole. Returns the bytes written to each path. Raises
+    DiskError for that and for want of room; nothing is lost then."""
     was = manifest.geometry
     there = Geometry(tuple(map(str, paths)), shares, was.generation + 1)
     space = Space([])
@@ -63,12 +65,13 @@ def move(
         finally:
             old.close()
             new.close()
+        units = tuple(replace(unit, offset=place.offset) for unit, place in zip(manifest.units, places, strict=True))
+        moved = replace(manifest, units=units, geometry=there)
+        check(moved)
     except BaseException:
         for file in there.files():  # perhaps all the room that there is
             file.unlink(missing_ok=True)
         raise
-    units = tuple(replace(unit, offset=place.offset) for unit, place in zip(manifest.units, places, strict=True))
-    moved = replace(manifest, units=units, geometry=there)
     save_manifest(paths[0], moved)
     for file in was.files():
         file.unlink(missing_ok=True)

@@ -1,7 +1,16 @@
 """Who lies where in the striped address space."""
 
+from collections.abc import Collection
+from itertools import pairwise
+
 from spillway.spec.errors import invariant
 from spillway.store.disk import Extent
+
+
+def overlap(extents: Collection[Extent]) -> tuple[Extent, Extent] | None:
+    """Two of these ranges that differ and share bytes; None where none do."""
+    in_order = sorted(set(extents), key=lambda extent: extent.offset)
+    return next((pair for pair in pairwise(in_order) if pair[0].offset + pair[0].num_bytes > pair[1].offset), None)
 
 
 class Space:
@@ -9,9 +18,8 @@ class Space:
 
     def __init__(self, taken: list[Extent]) -> None:
         """Raises InvariantError where ranges overlap."""
+        invariant(overlap(taken) is None, f"{overlap(taken)} overlap")
         self._taken = sorted(set(taken), key=lambda extent: extent.offset)
-        for before, after in zip(self._taken, self._taken[1:], strict=False):
-            invariant(before.offset + before.num_bytes <= after.offset, f"{before} and {after} overlap")
 
     @property
     def end(self) -> int:
