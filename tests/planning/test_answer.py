@@ -1,5 +1,6 @@
 """`spillway plan`, `probe` and `doctor`."""
 
+import dataclasses
 import errno
 import itertools
 import json
@@ -19,7 +20,7 @@ from spillway.hardware.catalogue import find_machine
 from spillway.hardware.limits import process_bytes
 from spillway.planning import answer
 from spillway.planning.question import ask as ask_machine
-from spillway.planning.question import with_drives
+from spillway.planning.question import asked, with_drives
 from spillway.report.progress import Reporter
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
@@ -161,6 +162,27 @@ def test_a_sweep_never_gets_slower_with_more(model: Path, capsys: pytest.Capture
     speeds = [point["report"]["tokens_per_s"] for point in points if point["report"]["fits"]]
     assert len(speeds) >= 4
     assert all(after >= 0.98 * before for before, after in itertools.pairwise(speeds))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host_gb", "rows"), [("h100", (128, 512), 1), ("l40s", (384,), 2), ("a100-80", (128, 160), 2)]
+)
+def test_where_updates_visit_the_device_neither_memory_nor_freedom_slows_the_step(
+    gpu: str, host_gb: tuple[int, ...], rows: int
+) -> None:
+    seconds: list[float] = []
+    for size in host_gb:
+        free = TrainOptions(
+            model="gpt-13b", data=(), output_dir="", store=(".",), max_length=1024, max_steps=1,
+            per_device_train_batch_size=1, gradient_accumulation_steps=rows,
+        )  # fmt: skip
+        asks = ask_machine(free, f"{gpu}+4x990pro+{size}GB", Reporter())
+        profile, machine = asks.profile(), asks.machine
+        seconds.append(asks.plan(machine, profile).step_seconds)
+        for forced in ({"activations": "recompute"}, {"update": "serial"}, {"update": "deferred"}):
+            other = asked(asks, machine, dataclasses.replace(free, **forced))
+            assert seconds[-1] <= 1.05 * other.plan(machine, profile).step_seconds, forced
+    assert all(more <= 1.05 * less for less, more in itertools.pairwise(seconds))
 
 
 def test_this_machine_is_measured_once(

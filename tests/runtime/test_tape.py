@@ -1,5 +1,7 @@
 """What is on the tape is not run again, whatever happens to it in between."""
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -113,6 +115,49 @@ def test_gradients_are_the_same_bits_and_no_taped_operator_runs_again(
     products = sum(count for name, count in forward.seen.items() if name.startswith("matmul"))
     assert sum(count for name, count in ran.items() if name.startswith("matmul")) == 2 * products * chunks
     assert ran["attention"] == 0
+
+
+@pytest.mark.parametrize("chunks", (1, 2))
+@pytest.mark.parametrize("is_taped", (False, True))
+@pytest.mark.parametrize("moves", (False, True))
+def test_only_what_is_on_the_tape_waits_on_the_device(chunks: int, is_taped: bool, moves: bool) -> None:
+    made: list[Any] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        hidden = functional.linear(x, WEIGHT)
+        result = hidden if is_taped else x + hidden
+        made.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    call, tensors = flatten_call(block, (INPUT.clone().requires_grad_(),), {})
+    rows = frozenset([0])
+    shape = CallShape(0, "unit", "FORWARD", chunks, len(INPUT) // chunks, rows, rows, (0,), frozenset({0}))
+    tape = Tape("a call", ("matmul 64",))
+    run_forward(call, shape, tensors, CPU, 1, torch.zeros(PAGE, dtype=torch.uint8), None, tape)
+    if moves:
+        tape.release(Outgoing("unit", 1 << 24))
+    gc.collect()
+    assert sum(storage() is not None for storage in made) == (chunks if is_taped and not moves else 0)
+
+
+@pytest.mark.parametrize("tape", (None, Tape("a call", ("matmul 64",))))
+def test_what_a_block_keeps_out_of_autocast_is_differentiated_out_of_it(tape: Tape | None) -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x + functional.linear(x, WEIGHT).tanh()
+
+    ones, none = torch.ones_like(INPUT), frozenset[int]()
+    WEIGHT.grad = None
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = block(INPUT)
+    plain.backward(ones)
+    expected, WEIGHT.grad = WEIGHT.grad, None
+    call, tensors = flatten_call(block, (INPUT.clone(),), {})
+    shape = CallShape(0, "unit", "FORWARD", 1, 0, none, none, (0,), frozenset({0}))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, _, replay = run_forward(call, shape, tensors, CPU, 1, torch.zeros(PAGE, dtype=torch.uint8), None, tape)
+    run_backward(call, shape, tensors, [False], [ones], replay, tape, CPU, 1)
+    assert expected is not None and WEIGHT.grad is not None and torch.equal(WEIGHT.grad, expected)
 
 
 def test_attention_that_drops_at_random_runs_again() -> None:

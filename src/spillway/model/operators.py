@@ -29,7 +29,7 @@ def class_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
     the batch (Fuyou, table 2; LoHan, equation 6). Attention that drops at random is not kept: what is drawn after it
     would not be the same where it does not run.
     """
-    if func.namespace != "aten" or func._schema.is_mutable:
+    if not is_plain(func) or func.namespace != "aten" or func._schema.is_mutable:
         return None
     name = func._schema.name.removeprefix("aten::")
     if name in _PRODUCTS:
@@ -41,9 +41,16 @@ def class_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
     return None
 
 
+def is_plain(func: Any) -> bool:
+    """Whether it is an operator with a schema: not one that takes functions, as flex_attention does."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
 def _mixes_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether what an operator gives of a row depends on the others: statistics over a batch, or an embedding whose
     gradient is divided by how often an index is in it. (Norms of each instance are batch norms of one row.)"""
+    if not is_plain(func):
+        return False
     if "batch_norm" in func._schema.name:
         return bool(_argument(func, "training", args, kwargs)) and args[0].shape[0] > 1
     return bool(_argument(func, "scale_grad_by_freq", args, kwargs))
@@ -94,10 +101,13 @@ class OperatorTally(TorchDispatchMode):
     """Adds up what the operators of one call give and cost, and follows its `inputs` (by place). `flops`: of all of
     them. `mixes_rows`: one of them does."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, inputs: Mapping[int, torch.Tensor] | None = None) -> None:
         super().__init__()
         self.flops = 0.0
         self.mixes_rows = False
+        self._takes_functions = False  # one of them does
         self._found: dict[str, _Sum] = {}  # by class
         self._places = frozenset(inputs or ())
         self._sources: dict[int, frozenset[int]] = {}  # by storage: the inputs that its content comes from
@@ -111,10 +121,11 @@ class OperatorTally(TorchDispatchMode):
         """Run the operator and count its output."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        formula = _formulas().get(func._overloadpacket)
+        formula = _formulas().get(func._overloadpacket if is_plain(func) else func)
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
         self.flops += flops
         self.mixes_rows = self.mixes_rows or _mixes_rows(func, args, kwargs)
+        self._takes_functions = self._takes_functions or not is_plain(func)
         if self._sources:
             self._trace(func, args, kwargs, result)
         if _makes_something(func):
@@ -131,7 +142,7 @@ class OperatorTally(TorchDispatchMode):
         if any(tensor.layout is not torch.strided for tensor in (*given, *written)):
             self._is_lost = True
             return
-        if func._schema.is_mutable and not written:
+        if is_plain(func) and func._schema.is_mutable and not written:
             written = given
         found = _NOTHING.union(*(self._sources.get(storage_of(tensor), _NOTHING) for tensor in given))
         for tensor in written:
@@ -144,9 +155,10 @@ class OperatorTally(TorchDispatchMode):
         return self._sources.get(storage_of(output), _NOTHING)
 
     def classes(self) -> tuple[OperatorClass, ...]:
-        """What was seen, the highest FLOPs per byte first."""
+        """What was seen, the highest FLOPs per byte first. An operator that takes functions compiles itself when it
+        runs, and cannot while others are recorded: beside it nothing is worth keeping."""
         found = [
-            OperatorClass(name, entry.flops, entry.num_bytes, entry.count, name == OTHER)
+            OperatorClass(name, entry.flops, entry.num_bytes, entry.count, name == OTHER or self._takes_functions)
             for name, entry in self._found.items()
         ]
         return tuple(sorted(found, key=lambda entry: -entry.benefit))
@@ -160,4 +172,4 @@ def storage_of(tensor: torch.Tensor) -> int:
 @cache
 def _makes_something(func: Any) -> bool:
     """Whether an operator gives more than views of what it was given, or that itself."""
-    return any(given.alias_info is None for given in func._schema.returns)
+    return not is_plain(func) or any(given.alias_info is None for given in func._schema.returns)

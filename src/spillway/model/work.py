@@ -70,6 +70,8 @@ class MemoryMeter(TorchDispatchMode):
     """`peak`: most bytes alive at a time of tensors that operators inside made; views of `known` ones are none.
     `small_peak`: of those that come from a heap."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.peak = 0

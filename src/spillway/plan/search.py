@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from spillway.plan.bounds import busiest, least_computing, lower_bound
 from spillway.plan.candidates import Candidate, Candidates
@@ -40,7 +40,7 @@ _CLIMBED = 4
 _FAR_OFF = 1.15
 # Plans of larger ones are compared by steps of about that many units. Between the best ones that are so near to each
 # other their whole lists decide: of two at least, and of more until so many operations were simulated.
-_NEAR = 1.06
+_NEAR, _NEAR_VISITING = 1.06, 1.25
 _FINALISTS = 2
 _MOST_FINALISTS = 4
 _FINAL_OPS = 8_000
@@ -203,16 +203,34 @@ class _Search:
         best = self._find()
         if not self._is_large:
             return [best]
-        near = sorted((found for found in self._estimated if found.seconds <= _NEAR * best.seconds), key=_seconds)
-        of_each_kind = {found.candidate.placement.visits: found for found in reversed(near)}.values()
+        best = self._best_with_living_units(best)
+        near = sorted(
+            (found for found in self._estimated if found.seconds <= _near(found) * best.seconds), key=_seconds
+        )
+        of_each_kind = {_kind(found): found for found in reversed(near)}.values()
         return list({found.candidate.placement: found for found in (*of_each_kind, *near[:_MOST_FINALISTS])}.values())
+
+    def _best_with_living_units(self, best: _Timed) -> _Timed:
+        """Of all ways to fill memory whose updates may visit the device: what one of them loses by leaving the device
+        room it may gain twice by the units that live there."""
+        if not self._searches_freely or self._request.fixed is not None:
+            return best
+        visiting = (way for found in list(self._seen.values()) for way in self._variants.visiting(found))
+        living = (next(self._spare.with_living_units(way), None) for way in visiting)
+        ways = {way.placement: (self._bound_of(way.placement), way) for way in living if way is not None}
+        for bound, way in sorted(ways.values(), key=itemgetter(0)):
+            if _CLOSE * bound < best.seconds and self._simulated <= _PATIENCE:
+                best = min(best, self._time(way), key=_seconds)
+        return best
 
     def _with_living_units(self, best: _Timed) -> _Timed:
         """That plan with units that live on the device, beside updates that visit it, where that makes it faster."""
         if not self._searches_freely or self._request.fixed is not None:
             return best
-        found = min(map(self._time, self._spare.with_living_units(best.candidate)), key=_seconds, default=best)
-        return found if _CLOSE * found.seconds < best.seconds else best
+        ways = list(self._spare.with_living_units(best.candidate))
+        if not ways:
+            return best
+        return min(map(self._simulate, (best.candidate, *ways)), key=_seconds)
 
     def _with_wider_window(self, best: _Timed) -> _Timed:
         """That plan with more slots, where that is worth the memory."""
@@ -424,6 +442,17 @@ class _Search:
         plan = lower_step(model, placement)
         self._simulated += sum(map(len, plan.rounds()))
         return plan
+
+
+def _near(found: _Timed) -> float:
+    return _NEAR_VISITING if found.candidate.placement.visits else _NEAR
+
+
+def _kind(found: _Timed) -> tuple[bool, str, bool]:
+    """What estimates tell apart less well than how memory is filled."""
+    placement = found.candidate.placement
+    keeps = any(kept.tape or kept.everything for kept in placement.acts)
+    return placement.visits, placement.update if placement.visits else "", keeps and placement.visits
 
 
 def _try_space(request: PlanRequest) -> Space | None:

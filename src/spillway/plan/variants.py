@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from spillway.plan.candidates import Candidate, Candidates
 from spillway.plan.spare import spread
+from spillway.spec.plan import Placement
 
 # Of the updates that could be made within the step: how many are left to the next forward.
 _FIRST_SHARE = 0.5  # the drive then has about as much to do in forward as in backward
@@ -29,12 +30,25 @@ class Variants:
         if request.fixed is not None or request.accumulation > 1 or not self._model.calls:
             yield candidate
             return
-        for update, deferred, visiting in self._ways(candidate):
-            subgroup = min(placement.subgroup, self._visit_elements) if visiting else placement.subgroup
-            changed = replace(placement, update=update, subgroup=subgroup)
-            variant = self._candidates.of(changed, deferred, visiting)
+        for way in self._ways(candidate):
+            variant = self._changed(placement, *way)
             if variant.placement == placement or self._candidates.fits(variant):
                 yield variant
+
+    def visiting(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Those of them with updates on the device, whether there is room for them or not: units that live there may
+        make it."""
+        if self._request.accumulation > 1 or not self._model.calls or not self.may_visit:
+            return
+        for update, deferred, visiting in self._ways(candidate):
+            if visiting:
+                yield self._changed(candidate.placement, update, deferred, visiting)
+
+    def _changed(
+        self, placement: Placement, update: str, deferred: frozenset[int], visiting: frozenset[int]
+    ) -> Candidate:
+        subgroup = min(placement.subgroup, self._visit_elements) if visiting else placement.subgroup
+        return self._candidates.of(replace(placement, update=update, subgroup=subgroup), deferred, visiting)
 
     def _ways(self, candidate: Candidate) -> Iterator[tuple[str, frozenset[int], frozenset[int]]]:
         placement, none = candidate.placement, frozenset[int]()

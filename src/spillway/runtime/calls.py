@@ -319,9 +319,11 @@ def run_backward(
         for index, piece in enumerate(pieces(call, shape, tensors)):
             set_rng_state(device.torch_device, replay.rng[index])
             inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(piece, needs_grad, strict=True)]
-            with beside(index), torch.enable_grad(), replay.autocast():
-                with nullcontext() if tape is None else tape.replay(index):
+            with beside(index), torch.enable_grad():
+                with replay.autocast(), nullcontext() if tape is None else tape.replay(index):
                     outputs, _ = call.run(inputs)
+                # As plain PyTorch does, outside of autocast: parts of a block that are kept out of it have products of
+                # float32 in backward, too.
                 _differentiate([Root.of(out) for out in _own(outputs, inputs)], grads, shape, index)
                 found.take(inputs, index)
             del inputs, outputs

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from spillway.model.operators import class_of
+from spillway.model.operators import class_of, is_plain
 from spillway.runtime.held import Held, Outgoing, address_of
 from spillway.spec.errors import UsageError, required
 from spillway.spec.sizes import PAGE
@@ -45,11 +45,21 @@ class _Moved:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of one micro-batch. `returned`: by address of their storage, what the call gave to others, who may change it.
-    (What is recorded beneath autograd does not share in the count of changes.)"""
+    """Of one micro-batch. `returned`: by address of their storage, what of it that waits here the call gave to others,
+    too, who may change it. (What is recorded beneath autograd does not share in the count of changes.)"""
 
     outputs: list[_Output] = field(default_factory=list)
     returned: dict[int, Held] = field(default_factory=dict)
+
+    def waiting(self) -> set[int]:
+        """Addresses of the storages of all that waits where it is."""
+        leaves = (leaf for output in self.outputs for leaf in output.leaves)
+        return {address_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+    def let_go(self) -> None:
+        """Of what waits elsewhere by now."""
+        for address in self.returned.keys() - self.waiting():
+            del self.returned[address]
 
 
 class Tape:
@@ -67,9 +77,11 @@ class Tape:
         return Recorder(self.classes, self._parts[-1].outputs)
 
     def note(self, outputs: list[torch.Tensor]) -> None:
-        """These are what the micro-batch gave."""
+        """These are what the micro-batch gave. What is not on the tape is not held, either: nobody counts it."""
+        waiting = self._parts[-1].waiting()
         for output in outputs:
-            self._parts[-1].returned[address_of(output)] = Held.of(output)
+            if address_of(output) in waiting:
+                self._parts[-1].returned[address_of(output)] = Held.of(output)
 
     def release(self, outgoing: Outgoing) -> None:
         """Let go of the bytes that are to be moved away. What does not fit stays, and what is smaller than a page."""
@@ -86,6 +98,8 @@ class Tape:
                     continue
                 offset = leaf.storage_offset() * leaf.itemsize
                 output.leaves[place] = _Moved(at, leaf.dtype, leaf.shape, leaf.stride(), offset)
+        for part in self._parts:
+            part.let_go()
 
     def bring_back(self, slab: torch.Tensor | None) -> None:
         """What was moved is in this slab."""
@@ -104,6 +118,8 @@ class Tape:
 class Recorder(TorchDispatchMode):
     """Keeps outputs as they are made. One that is changed in place later is copied before."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, classes: frozenset[str], outputs: list[_Output]) -> None:
         super().__init__()
         self._classes = classes
@@ -115,7 +131,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run the operator."""
         kwargs = kwargs or {}
-        if func._schema.is_mutable and self._where:
+        if self._where and is_plain(func) and func._schema.is_mutable:
             self._save_from(func, args, kwargs)
         result = func(*args, **kwargs)
         if class_of(func, args, kwargs) in self._classes:
@@ -144,6 +160,8 @@ class Recorder(TorchDispatchMode):
 
 class Replayer(TorchDispatchMode):
     """Gives recorded outputs in the place of running their operators."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, classes: frozenset[str], outputs: list[_Output], slab: torch.Tensor | None) -> None:
         super().__init__()
