@@ -1,10 +1,8 @@
 """`spillway plan`, `probe` and `doctor`."""
 
 import dataclasses
-import errno
 import itertools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import directories
 import models
 import spillway
 from spillway.cli.main import run
-from spillway.hardware import doctor
 from spillway.hardware.catalogue import find_machine
 from spillway.hardware.limits import process_bytes
 from spillway.planning import answer
@@ -217,6 +214,10 @@ def test_wrong_questions_get_one_sentence(model: Path, capsys: pytest.CaptureFix
         ((model, "--hardware", "rtx4090", "--device", "cpu"), "--device is of this machine"),
         ((model, "--hardware", "rtx4090", "--store", "/somewhere"), "--store is of this machine"),
         ((model, "--streams", "0"), "--streams must be at least 1"),
+        (("gpt-13b", "data.jsonl", "--hardware", "rtx4090"), "a shape without a tokenizer"),
+        ((model, "--hardware", "a100"), "did you mean a100-40 or a100-80"),
+        ((model, "--hardware", "rtx4090+128"), "write memory as 128GB"),
+        ((model, "--hardware", "rtx4090+pcie6"), "did you mean pcie5"),
     ):
         assert run(["plan", *map(str, arguments)]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
@@ -236,6 +237,31 @@ def test_another_planner_is_asked_by_name(capsys: pytest.CaptureFixture[str]) ->
     assert theirs["policy"] == "zero-infinity"
     assert set(theirs["placement"]["states"]) == {"disk"}
     assert ours["tokens_per_s"] > theirs["tokens_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "size"), [("--host-memory", "1GB"), ("--device-memory", "100MB"), ("--disk-memory", "5GB")]
+)
+def test_a_budget_that_is_too_small_is_answered_with_one_that_is_enough(
+    capsys: pytest.CaptureFixture[str], flag: str, size: str
+) -> None:
+    common = ("gpt-13b", "--hardware", "rtx4090+4x990pro+64GB", "--max-length", "1024")
+    found = ask(capsys, *common, flag, size, code=3)
+    assert f"there is {size[:-2]}.00 {size[-2:]} ({flag}" in found["problem"]
+    help_ = found["helps"][0]
+    assert help_["change"].startswith(flag)
+    assert ask(capsys, *common, *help_["change"].split())["fits"]
+
+
+def test_dollars_are_a_range_of_time_and_wear_is_a_matter_of_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ask(capsys, "gpt-13b", "--hardware", "lohan-4090", "--max-length", "1024", "--max-steps", "1000")
+    low, high = found["dollars_per_run"]
+    seconds = found["run_seconds"]
+    assert 0 < low < high < low * seconds[1] / seconds[0]
+    on_gpu = 1600 / (3 * 365 * 24 * 3600)
+    assert high - low == pytest.approx(on_gpu * (seconds[1] - seconds[0]), rel=0.5)
+    tokens = 1000 * found["tokens"] / 1e6
+    assert [tokens * end for end in found["dollars_per_million_tokens"]] == pytest.approx([low, high])
 
 
 def test_moving_activations_has_an_optimum(capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,7 +335,7 @@ class LooksAtValues(torch.nn.Module):
 def test_a_module_without_tokens_is_planned_too() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     report = spillway.predict(module, "rtx3090+980pro+64GB", example={"input": torch.randn(2, 4)})
-    assert report.fits and report.step_seconds > 0 and report.dollars_per_million_tokens == 0
+    assert report.fits and report.step_seconds > 0 and report.dollars_per_million_tokens == (0, 0)
 
 
 def test_a_module_that_looks_at_values_is_planned_when_it_trains() -> None:
@@ -366,20 +392,3 @@ def test_on_this_machine_the_process_itself_counts(model: Path, capsys: pytest.C
     assert process_bytes() < ask(capsys, *given)["peaks"]["host"] < process_bytes() + (1 << 30)
     refused = ask(capsys, *given, "--host-memory", "60MB", code=3)
     assert not refused["fits"] and refused["helps"][0]["change"].startswith("--host-memory ")
-
-
-def test_the_doctor_says_that_a_store_cannot_be_written(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "open", refuse)
-        found = doctor._direct_io(tmp_path)
-    assert "cannot be written: choose another path" in found.fix
-
-
-def test_the_doctor_says_that_a_store_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert "it is a file" in doctor._direct_io(tmp_path / "file").fix

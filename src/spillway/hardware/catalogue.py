@@ -193,8 +193,11 @@ def _size(text: str) -> int | None:
 
 
 def _unknown(part: str) -> str:
-    known = [*GPUS, *DRIVES, *SERVERS]
-    near = difflib.get_close_matches(part.lower(), known, 3, 0.5)
+    if part.isdigit():
+        return f"'{part}' in the hardware has no unit: write memory as {part}GB"
+    known = [*GPUS, *DRIVES, *SERVERS, *(f"pcie{generation}" for generation in PCIE), "server"]
+    begun = [name for name in known if name.startswith(part.lower())]
+    near = begun or difflib.get_close_matches(part.lower(), known, 3, 0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
     return f"there is no '{part}' in the catalogue: {hint}"
 

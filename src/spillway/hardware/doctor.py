@@ -136,9 +136,9 @@ def _direct_io(path: Path) -> Finding:
         os.close(handle)
         found, fix = "yes", ""
     except OSError as error:
-        found, fix = f"no ({error.strerror})", "the page cache is used and takes memory: use ext4 or xfs on a drive"
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            fix = "it cannot be written: choose another path"
+        found, fix = f"no ({error.strerror})", "it cannot be written: choose another path"
+        if error.errno == errno.EINVAL:
+            fix = "the page cache is used and takes memory: use ext4 or xfs on a drive"
         if error.errno == errno.ENOTDIR:
             found, fix = "no", "it is a file: choose a directory"
     finally:

@@ -1,9 +1,8 @@
 """The whole answer of `spillway plan`: what a plan promises, and what would help."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -15,16 +14,20 @@ from spillway.planning.question import FIRST_DRIVE, OwnModel, Question, ask, ask
 from spillway.report.progress import Reporter
 from spillway.spec.answers import Help, PlanReport
 from spillway.spec.errors import UsageError
+from spillway.spec.hardware import DEVICE_RESERVE
 from spillway.spec.options import TrainOptions
-from spillway.spec.sizes import format_size, parse_size
+from spillway.spec.plan import TierPeaks
+from spillway.spec.sizes import parse_size, typed_size_up
 
 _MOST_HELPS = 3  # of what would make it fit
+_HOST_SIZES = (48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # GB that machines come with
 
 
 def answer(question: Question) -> PlanReport:
     """Plan, predict, and try what would help."""
     report = report_on(question)
-    return replace(report, helps=_what_would_help(question, report) if report.fits else _what_would_fit(question))
+    helps = _what_would_help(question, report) if report.fits else _what_would_fit(question, report.peaks)
+    return replace(report, helps=helps)
 
 
 def predict(
@@ -92,20 +95,26 @@ def _what_would_help(question: Question, report: PlanReport) -> tuple[Help, ...]
     return tuple(sorted(helps, key=lambda item: -item.gain))
 
 
-def _larger_budgets(question: Question) -> list[tuple[str, Question]]:
-    """The first doubling of a given host memory that fits and that the machine has."""
-    options, machine = question.options, question.machine
-    size = machine.host_bytes if options.host_memory is None else 2 * parse_size(options.host_memory)
-    while size < machine.host_bytes:
-        other = asked(question, machine, replace(options, host_memory=str(size)))
-        if other.fits(machine, other.profile()):
-            return [(f"--host-memory {format_size(size).replace(' ', '')}", other)]
-        size *= 2
-    return []
+def _larger_budgets(question: Question, smallest: TierPeaks) -> list[tuple[str, Question]]:
+    """The budgets that were given, as much larger as the smallest plan needs them, where the machine has that much."""
+    options, budget = question.options, question.budget(question.machine)
+    on_device = 0 if question.machine.hardware.device == "cpu" else DEVICE_RESERVE
+    needs = {
+        "device_memory": (smallest.device, budget.device_bytes, on_device),
+        "host_memory": (smallest.host, budget.host_bytes, 0),
+        "disk_memory": (smallest.disk, budget.disk_bytes, 0),
+    }
+    raised: dict[str, Any] = {
+        name: typed_size_up(need + beside)
+        for name, (need, have, beside) in needs.items()
+        if need > have and getattr(options, name) is not None
+    }
+    flags = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in raised.items())
+    return [(flags, asked(question, question.machine, replace(options, **raised)))] if raised else []
 
 
-def _what_would_fit(question: Question) -> tuple[Help, ...]:
-    """Changes after which it would fit."""
+def _what_would_fit(question: Question, smallest: TierPeaks) -> tuple[Help, ...]:
+    """Changes after which it would fit. `smallest`: what the smallest plan needs."""
     options, rows = question.options, question.options.per_device_train_batch_size
     tries = _changes(question)
     machine, free = question.machine, replace(options, host_memory=None)
@@ -114,7 +123,10 @@ def _what_would_fit(question: Question) -> tuple[Help, ...]:
         single = replace(options, per_device_train_batch_size=1, gradient_accumulation_steps=cut)
         flags = f"--per-device-train-batch-size 1 --gradient-accumulation-steps {cut}"
         tries.insert(0, (flags, asked(question, machine, single)))
-    tries = [*_larger_budgets(question), *tries]
+    budgets = _larger_budgets(question, smallest)
+    if any(other.fits(machine, other.profile()) for _, other in budgets):
+        tries = [*budgets, *tries[:1]] if rows > 1 else budgets  # the machine is not what is short
+        return _fitting(tries)
     whole = rows * options.gradient_accumulation_steps
     for factor in (2, 4, 8, 16, 32):
         at_once = min(rows, whole // factor)
@@ -125,11 +137,28 @@ def _what_would_fit(question: Question) -> tuple[Help, ...]:
                 gradient_accumulation_steps=whole // factor // at_once,
             )
             tries.append((f"1/{factor} of the batch", asked(question, machine, fewer)))
+    tries += [
+        (f"{size} GB of host memory", asked(question, replace(machine, host_bytes=size * 10**9), free))
+        for size in _HOST_SIZES
+        if size * 10**9 > machine.host_bytes
+    ]
     for factor in (2, 4, 8):
-        larger = replace(machine, host_bytes=machine.host_bytes * factor)
-        tries.append((f"{format_size(larger.host_bytes)} of host memory", asked(question, larger, free)))
         if machine.drives:
             more = with_drives(machine, factor * len(machine.drives))
             tries.append((f"{factor} times the drives", asked(question, more)))
-    fitting = (Help(change, 0.0) for change, other in tries if other.fits(other.machine, other.profile()))
-    return tuple(islice(fitting, _MOST_HELPS))
+    return _fitting(tries)
+
+
+def _fitting(tries: list[tuple[str, Question]]) -> tuple[Help, ...]:
+    fitting = (change for change, other in tries if other.fits(other.machine, other.profile()))
+    return tuple(Help(change, 0.0) for change in _one_of_each(fitting, _MOST_HELPS))
+
+
+def _one_of_each(changes: Iterable[str], count: int) -> list[str]:
+    """The first changes, and of those that only differ in how much the first."""
+    found: dict[str, str] = {}
+    for change in changes:
+        found.setdefault("".join(letter for letter in change if not letter.isdigit()), change)
+        if len(found) == count:
+            break
+    return list(found.values())

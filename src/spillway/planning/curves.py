@@ -8,6 +8,7 @@ from spillway.spec.answers import Help, PlanReport
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
+from spillway.spec.sizes import counted
 
 
 def largest(question: Question) -> tuple[int, int]:
@@ -40,7 +41,12 @@ def largest_as_help(question: Question) -> tuple[Help, ...]:
         layers, params = largest(question)
     except (PlanInfeasible, UsageError):
         return ()
-    return (Help(f"{layers} blocks, {params / 1e9:.1f}B parameters: the largest model of this width that fits", 0.0),)
+    return (
+        Help(
+            f"{counted(layers, 'block')}, {params / 1e9:.1f}B parameters: the largest model of this width that fits",
+            0.0,
+        ),
+    )
 
 
 def sweep(question: Question, what: str) -> list[tuple[str, PlanReport]]:
@@ -51,10 +57,10 @@ def sweep(question: Question, what: str) -> list[tuple[str, PlanReport]]:
     if what == "batch":
         for factor in (1, 2, 4, 8, 16, 32):
             changed = replace(question.options, gradient_accumulation_steps=factor)
-            points.append((f"{rows * factor} rows", report_on(asked(question, machine, changed))))
+            points.append((counted(rows * factor, "row"), report_on(asked(question, machine, changed))))
     elif what == "drives":
         for count in (1, 2, 3, 4, 6, 8, 12):
-            points.append((f"{count} drives", report_on(asked(question, with_drives(machine, count)))))
+            points.append((counted(count, "drive"), report_on(asked(question, with_drives(machine, count)))))
     elif what == "host-memory":
         for size in (16, 32, 64, 128, 256, 512, 768, 1024):
             other = replace(machine, host_bytes=size * 10**9)

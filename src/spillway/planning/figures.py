@@ -37,7 +37,7 @@ def _saved_bytes(profile: ModelProfile, plan: Plan) -> int:
     return sum(unit.updated_bytes for unit, where in pairs if unit.num_trainable and where.states != "disk")
 
 
-def _dollars_per_step(machine: Machine, seconds: float, written: float) -> float:
+def _dollars(machine: Machine, seconds: float, written: float) -> float:
     """Of so many seconds, in which so many bytes are written: the device's price over three years of use, and what is
     worn of the drives (where their endurance is known; otherwise they are paid for by time, too). No power, no other
     part of the machine. 0 where a price is unknown."""
@@ -57,13 +57,15 @@ def figures(question: Question, plan: Plan) -> PlanReport:
     flops = sum(call.flops + profile.backward_flops(call) for call in profile.calls)
     spread = _SPREAD_MEASURED if question.measured else _SPREAD_CATALOGUE
     slowest = max(plan.step_seconds, plan.wary_step_seconds)
-    runs = [seconds * question.steps for seconds in ((1 - spread) * plan.step_seconds, (1 + spread) * slowest)]
+    steps = (1 - spread) * plan.step_seconds, (1 + spread) * slowest
     tokens_per_s = base.tokens / plan.step_seconds
     endurance = machine.endurance_bytes
     phases = phase_peaks(profile, plan, MAX_SHARD_BYTES)
     saved, every = _saved_bytes(profile, plan) if machine.disk_bytes else 0, question.options.save_steps
     run_written = plan.bytes_written * question.steps + saved * -(-question.steps // every)
-    dollars = _dollars_per_step(machine, plan.step_seconds, plan.bytes_written + saved / every)
+    written = plan.bytes_written + saved / every
+    low, high = (_dollars(machine, seconds, written) for seconds in steps)
+    tokens = base.tokens / 1e6
     peak = machine.peak_flops_per_s * rate_share(machine, profile)
     return replace(
         base,
@@ -71,7 +73,7 @@ def figures(question: Question, plan: Plan) -> PlanReport:
         peaks=plan.peaks,
         phases=phases,
         step_seconds=plan.step_seconds,
-        clipped_step_seconds=plan.wary_step_seconds,
+        clipped_step_seconds=slowest if slowest > plan.step_seconds else 0.0,
         tokens_per_s=tokens_per_s,
         model_flops_per_s=flops / plan.step_seconds,
         peak_share=flops / plan.step_seconds / peak if peak else 0.0,
@@ -84,11 +86,11 @@ def figures(question: Question, plan: Plan) -> PlanReport:
             part: _count([getattr(where, part) for where in plan.placement.units]) for part in ("weights", "states")
         },
         written_bytes=plan.bytes_written,
-        run_seconds=(runs[0], runs[1]),
+        run_seconds=(question.steps * steps[0], question.steps * steps[1]),
         run_written_bytes=run_written,
         endurance_share=run_written / endurance if endurance else 0.0,
-        dollars_per_million_tokens=dollars / base.tokens * 1e6 if base.tokens else 0.0,
-        dollars_per_run=dollars * question.steps,
+        dollars_per_million_tokens=(low / tokens, high / tokens) if tokens else (0.0, 0.0),
+        dollars_per_run=(low * question.steps, high * question.steps),
         activations=_count([_kept_as(kept) for kept in plan.placement.acts]),
         notes=(*plan.notes, *_notes_on_saving(phases["save"].disk, base.budget.disk_bytes)),
     )

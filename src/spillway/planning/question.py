@@ -308,6 +308,8 @@ def count_rows(options: TrainOptions, reporter: Reporter) -> int:
     """Rows of an epoch, where it matters; otherwise 0."""
     if options.max_steps > 0 or not options.data:
         return 0
+    if gpt_shape(options.model):
+        raise UsageError(f"{options.model} is a shape without a tokenizer: leave DATA out, or give --max-steps")
     rows = RowMaker.of(find_directory(options.model), row_length(options), options.packing)
     with reporter.counting("reading data") as counter:
         samples = rows.read(options.data, counter.reach).samples

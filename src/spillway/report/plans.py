@@ -50,10 +50,9 @@ def print_report(console: Console, report: PlanReport) -> None:
         table.add_row("run", f"{counted(report.run_steps, 'step')}, {low} to {high}")
         wear = f", {report.endurance_share:.1%} of the drives' endurance" if report.endurance_share else ""
         table.add_row("written by the run", f"{format_size(report.run_written_bytes)}{wear}")
-    if report.dollars_per_million_tokens:
-        most = clipped / report.step_seconds if clipped else 1.0
-        run = f", {_span(report.dollars_per_run, most, 2)} for the run" if report.dollars_per_run else ""
-        per_million = _span(report.dollars_per_million_tokens, most, 3)
+    if any(report.dollars_per_million_tokens):
+        run = f", {_span(report.dollars_per_run, 2)} for the run" if report.run_steps else ""
+        per_million = _span(report.dollars_per_million_tokens, 3)
         table.add_row("dollars", f"{per_million} per million tokens{run} (GPU over three years, wear of drives)")
     console.print(table)
     for note in report.notes:
@@ -62,9 +61,10 @@ def print_report(console: Console, report: PlanReport) -> None:
         console.print(f"would help: {item.change}, {item.gain:+.0%} tokens per second")
 
 
-def _span(least: float, times: float, digits: int) -> str:
-    """From `least` to so many times as much."""
-    return f"{least:.{digits}f}" + (f" to {least * times:.{digits}f}" if times > 1 else "")
+def _span(ends: tuple[float, float], digits: int) -> str:
+    """From the lower end to the upper one, where one can see that they differ."""
+    low, high = (f"{end:.{digits}f}" for end in ends)
+    return low if low == high else f"{low} to {high}"
 
 
 def print_sweep(console: Console, points: list[tuple[str, PlanReport]]) -> None:

@@ -43,11 +43,11 @@ class PlanReport:
     placement: dict[str, dict[str, int]] = field(default_factory=dict)  # weights and states: units per tier
     written_bytes: float = 0.0  # a step
     run_steps: int = 0
-    run_seconds: tuple[float, float] = (0.0, 0.0)  # from no step clipped to all of them
+    run_seconds: tuple[float, float] = (0.0, 0.0)  # from no step clipped to all of them, and as far as one can be off
     run_written_bytes: float = 0.0
     endurance_share: float = 0.0  # of the drives', by the whole run
-    dollars_per_million_tokens: float = 0.0
-    dollars_per_run: float = 0.0
+    dollars_per_million_tokens: tuple[float, float] = (0.0, 0.0)  # as far apart as those
+    dollars_per_run: tuple[float, float] = (0.0, 0.0)
     activations: dict[str, int] = field(default_factory=dict)  # calls per way to keep what backward needs
     notes: tuple[str, ...] = ()
     helps: tuple[Help, ...] = ()

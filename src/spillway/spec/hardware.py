@@ -14,9 +14,10 @@ UPDATE_BYTES = 26
 
 
 def device_bytes(free: int, given: int | None) -> int:
-    """What a plan may lay out on a GPU of which so much is free, and so much was given."""
+    """What a plan may lay out on a GPU of which so much is free, and so much was given; below 0 where that is less than
+    what is taken beside it."""
     usable = int(DEVICE_SHARE * free)
-    return max(min(usable if given is None else given, usable) - DEVICE_RESERVE, 0)
+    return min(usable if given is None else given, usable) - DEVICE_RESERVE
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,11 @@ def format_size_up(num_bytes: float) -> str:
     return format_size(math.ceil(1.01 * num_bytes) + 10_000)
 
 
+def typed_size_up(num_bytes: float) -> str:
+    """The same as one would type it: '6.10GB'."""
+    return format_size_up(num_bytes).replace(" ", "")
+
+
 def format_flops(flops_per_s: float) -> str:
     """FLOP/s for people: '149.3 TFLOP/s', '8.6 GFLOP/s'."""
     if flops_per_s < 1e11:
