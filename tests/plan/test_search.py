@@ -8,13 +8,13 @@ from plan import profiles
 from sampling import examples
 from spillway.plan.check import check
 from spillway.plan.request import PlanRequest, space_of
-from spillway.plan.search import make_plan
+from spillway.plan.search import fits, make_plan
 from spillway.plan.simulate import simulate
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.jsonable import from_json, to_json
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import NO_POINTS, Kept, Plan
+from spillway.spec.plan import NO_POINTS, KeepPoints, Kept, Plan
 
 
 @settings(max_examples=examples(50), deadline=None)
@@ -172,6 +172,21 @@ def test_steps_are_made_in_place_where_the_drives_have_no_room_for_two_copies() 
         make_plan(model, profiles.MACHINE, short, dataclasses.replace(request, goes_on=True))
     with pytest.raises(PlanInfeasible, match="disk"):
         make_plan(model, profiles.MACHINE, dataclasses.replace(budget, disk_bytes=whole.peaks.disk // 4), request)
+
+
+def test_as_many_points_are_kept_as_the_drives_have_room_for() -> None:
+    model = profiles.chain(6)
+    request = PlanRequest("overlap", "disk", "disk", activations="recompute", keep=KeepPoints(4))
+    budget = Budget(10**8, 10**8, 10**12, 10**7)
+    whole = make_plan(model, profiles.MACHINE, budget, request)
+    assert whole.placement.keep.last == 4 and not any("saved point" in note for note in whole.notes)
+    for share, last in ((0.85, 3), (0.65, 2), (0.45, 1)):
+        short = dataclasses.replace(budget, disk_bytes=int(share * whole.peaks.disk))
+        for asked in (request, dataclasses.replace(request, goes_on=True)):
+            plan = make_plan(model, profiles.MACHINE, short, asked)
+            assert plan.placement.keep.last == last and plan.peaks.disk <= short.disk_bytes
+            assert f"room for {last} saved point" in plan.notes[-1]
+            assert fits(model, profiles.MACHINE, short, asked)
 
 
 def test_what_the_drives_have_no_room_for_rests_in_memory_and_on_the_device() -> None:

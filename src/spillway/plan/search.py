@@ -25,8 +25,8 @@ from spillway.plan.variants import Variants
 from spillway.spec.errors import PlanInfeasible, UsageError, required
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import NO_POINTS, Placement, Plan
-from spillway.spec.sizes import format_size
+from spillway.spec.plan import NO_POINTS, KeepPoints, Placement, Plan
+from spillway.spec.sizes import counted, format_size
 
 # Operations that are simulated before the best plan so far has to do: some seconds of them.
 _PATIENCE = 300_000
@@ -68,13 +68,16 @@ def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, reque
     Raises PlanInfeasible naming the tier that is short and the smallest budget that works, UsageError where forced
     choices contradict each other.
     """
+    problem: PlanInfeasible | None = None  # of what needs least
     with _uncollected():
-        try:
-            return _make_plan(model, hardware, budget, request)
-        except PlanInfeasible:
-            if not _may_save_nothing(request):
-                raise
-        return _make_plan(model, hardware, budget, replace(request, keep=NO_POINTS))
+        for asked in _with_fewer_points(request):
+            try:
+                plan = _make_plan(model, hardware, budget, asked)
+            except PlanInfeasible as error:
+                problem = error
+                continue
+            return plan if asked.keep == request.keep else replace(plan, notes=(*plan.notes, *_on_fewer(asked.keep)))
+    raise required(problem, "a request that asks for nothing")
 
 
 @contextmanager
@@ -90,9 +93,21 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _may_save_nothing(request: PlanRequest) -> bool:
-    """Whether steps may be made in place where the drives have no room for two copies: not once a run has a point."""
-    return request.has_store and request.keep.last > 0 and not request.goes_on and request.fixed is None
+def _with_fewer_points(request: PlanRequest) -> Iterator[PlanRequest]:
+    """As asked for; and where the drives have no room for that, with fewer and fewer saved points, in the end with
+    steps made in place: not once a run has a point."""
+    yield request
+    if not request.has_store or request.fixed is not None:
+        return
+    for last in range(request.keep.last - 1, 0, -1):
+        yield replace(request, keep=replace(request.keep, last=last))
+    if request.keep.last and not request.goes_on:
+        yield replace(request, keep=NO_POINTS)
+
+
+def _on_fewer(keep: KeepPoints) -> list[str]:
+    """Steps in place have a note of their own."""
+    return [f"the drives have room for {counted(keep.last, 'saved point')}, not more"] if keep.last else []
 
 
 def _make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> Plan:
@@ -122,8 +137,7 @@ def _finished(model: ModelProfile, hardware: HardwareSpec, request: PlanRequest,
 def fits(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> bool:
     """Whether there is any plan; takes far less than making one."""
     space = space_of(request)
-    for keep in dict.fromkeys((request.keep, NO_POINTS if _may_save_nothing(request) else request.keep)):
-        asked = replace(request, keep=keep)
+    for asked in _with_fewer_points(request):
         try:
             Start(Candidates(model, hardware, budget, asked, space)).smallest(_first_mode(space))
         except PlanInfeasible:
