@@ -229,6 +229,23 @@ def test_a_run_with_other_settings_is_not_resumed(
     assert "with other data (samples are missing at the end (30 samples, before 60)): give the same" in said
 
 
+@pytest.mark.parametrize(("part", "said"), [("chat template", "its chat template"), ("added", "its vocabulary and")])
+def test_a_run_with_another_tokenizer_is_not_resumed(
+    data: Path, tmp_path: Path, part: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even where it makes the same tokens of the data: the model would be exported with another one."""
+    directory, out = directories.make_model(tmp_path / "model"), tmp_path / "run"
+    assert run(arguments(directory, data, out, "--max-steps", "2")) == 0
+    tokenizer = load_tokenizer(directory)
+    if part == "added":
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    else:
+        tokenizer.chat_template = str(tokenizer.chat_template) + " "
+    tokenizer.save_pretrained(directory)
+    assert run(arguments(directory, data, out, "--max-steps", "3")) == 2
+    assert f"with another tokenizer ({said}" in " ".join(capsys.readouterr().err.split())
+
+
 def test_several_store_paths_share_the_bytes(model: Path, data: Path, tmp_path: Path) -> None:
     stores = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
     flags = [part for store in stores for part in ("--store", str(store))]

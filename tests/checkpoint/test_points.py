@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import random
 import shutil
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -266,6 +268,21 @@ def test_a_run_moves_to_other_drives(tmp_path: Path, expected: dict[str, torch.T
     run.end()
     assert same(Run([one], resume=more[0]).train(6).end(), expected)
     assert not any(list(path.glob("spillway.data*")) for path in more)
+
+
+def drawn() -> list[float]:
+    return [float(torch.rand(())), random.random(), random.gauss(), float(np.random.rand()), float(np.random.randn())]
+
+
+def test_random_numbers_go_on_from_the_saved_point(tmp_path: Path) -> None:
+    run = Run(tmp_path).train(3)
+    random.gauss(), np.random.randn()  # each leaves a second one for later
+    run.train(4).save()
+    expected = drawn()
+    spillway.close(run.model)
+    drawn()
+    spillway.close(Run(tmp_path, resume=True).model)
+    assert drawn() == expected
 
 
 class Killed(BaseException):

@@ -24,21 +24,16 @@ def encoded(directory: Path, texts: list[str]) -> Encoded:
     ],
 )
 def test_the_first_sample_that_differs_is_named(now: list[str], said: str, tmp_path: Path) -> None:
-    remember_samples(tmp_path, encoded(tmp_path, ["The river", "The hill", "The sea"]), "one")
-    found = what_differs(tmp_path, encoded(tmp_path, now), "one")
+    remember_samples(tmp_path, encoded(tmp_path, ["The river", "The hill", "The sea"]))
+    found = what_differs(tmp_path, encoded(tmp_path, now))
     assert re.search(said, found), found
-
-
-def test_another_tokenizer_is_named_before_what_it_does_to_the_samples(tmp_path: Path) -> None:
-    remember_samples(tmp_path, encoded(tmp_path, ["The river"]), "one")
-    assert what_differs(tmp_path, encoded(tmp_path, ["The sea"]), "two") == "the tokenizer is another one"
 
 
 def test_where_nothing_was_remembered_or_nothing_differs_nothing_is_said(tmp_path: Path) -> None:
     data = encoded(tmp_path, ["The river"])
-    remember_samples(tmp_path, data, "one")
-    assert what_differs(tmp_path, data, "one") == ""
+    remember_samples(tmp_path, data)
+    assert what_differs(tmp_path, data) == ""
     (tmp_path / "samples.json").unlink()
-    assert what_differs(tmp_path, data, "one") == ""
+    assert what_differs(tmp_path, data) == ""
     (tmp_path / "samples.json").write_text("[]")
-    assert what_differs(tmp_path, data, "one") == ""
+    assert what_differs(tmp_path, data) == ""

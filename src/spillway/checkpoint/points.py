@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from spillway.checkpoint import generators
 from spillway.checkpoint.saved import SavedPoint, compare, expected_checks
 from spillway.checkpoint.usable import fingerprint, usable
 from spillway.model.units import Unit
@@ -240,10 +241,9 @@ class SavedPoints:
             buffer.copy_(from_text(text, buffer.dtype, buffer.shape))
 
     def set_random_state(self) -> None:
-        """PyTorch's random numbers go on from those of the saved point. `restore` does so by itself; a training loop
-        that draws some before, to choose its data, does it earlier."""
-        for device, state in self.found[0].rng.items():
-            _set_rng(device, torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+        """Random numbers go on from those of the saved point. `restore` does so by itself; a training loop that draws
+        some before, to choose its data, does it earlier."""
+        generators.go_on_from(self.found[0].rng)
         self.has_set_random_state = True
 
     def step_over_short(self, geometry: Geometry) -> None:
@@ -270,7 +270,7 @@ class SavedPoints:
     def _describe(self, step: int) -> "_Point":
         """What the present state is, apart from what the extents hold."""
         buffers = {name: to_text(tensor) for name, tensor in self.buffers().items()}
-        return _Point(step, _rng(), {**self.run, **self.at_step()}, buffers)
+        return _Point(step, generators.states(), {**self.run, **self.at_step()}, buffers)
 
     def _commit(self, store: PlacedStore, point: "_Point", states: tuple["_State", ...]) -> None:
         if self.directory is None or not self.are_kept:
@@ -392,17 +392,3 @@ def _copy_frozen(store: PlacedStore, index: int) -> None:
 
 def _extent_of(home: UnitHome, record: UnitRecord) -> int:
     return [extent.offset for extent in home.extents].index(record.offset)
-
-
-def _rng() -> dict[str, str]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return {device: bytes(state.tolist()).hex() for device, state in states.items()}
-
-
-def _set_rng(device: str, state: torch.Tensor) -> None:
-    if device == "cpu":
-        torch.set_rng_state(state)
-    elif torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)

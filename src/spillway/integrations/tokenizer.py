@@ -28,10 +28,13 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def fingerprint(tokenizer: Any) -> str:
-    """Changes with anything that makes other tokens of a text or a conversation."""
-    whole = tokenizer.backend_tokenizer.to_str() + str(tokenizer.chat_template)
-    return hashlib.sha256(whole.encode()).hexdigest()
+def fingerprints(tokenizer: Any) -> dict[str, str]:
+    """Of what makes other tokens of a text or a conversation, by part."""
+    parts = {
+        "vocabulary and rules": tokenizer.backend_tokenizer.to_str(),
+        "chat template": str(tokenizer.chat_template),
+    }
+    return {part: hashlib.sha256(text.encode()).hexdigest() for part, text in parts.items()}
 
 
 def pad_id(tokenizer: Any, vocab_size: int | None) -> int:

@@ -40,7 +40,7 @@ class Manifest:
     units: tuple[UnitRecord, ...]
     geometry: Geometry
     model_fingerprint: str  # names, shapes and dtypes of every parameter
-    rng: dict[str, str] = field(default_factory=dict)  # device -> generator state in hexadecimal
+    rng: dict[str, str] = field(default_factory=dict)  # generator -> its state as text
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
     buffers: dict[str, str] = field(default_factory=dict)  # persistent buffers by name, base 64 of their bytes
 

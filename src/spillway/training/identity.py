@@ -23,9 +23,10 @@ _MUST_MATCH = (
 _MAY_GROW = ("max_steps", "num_train_epochs")
 
 
-def identity_of(options: TrainOptions, data: Encoded) -> dict[str, Any]:
-    """What must not change for a resumed run to be the same run."""
-    return {**{name: getattr(options, name) for name in _MUST_MATCH}, "data": data.fingerprint()}
+def identity_of(options: TrainOptions, tokenizer: dict[str, str], data: Encoded) -> dict[str, Any]:
+    """What must not change for a resumed run to be the same run. `tokenizer`: fingerprints of its parts."""
+    given = {name: getattr(options, name) for name in _MUST_MATCH}
+    return {**given, "tokenizer": tokenizer, "data": data.fingerprint()}
 
 
 def is_resumed(
@@ -54,12 +55,17 @@ def is_resumed(
         )
     saved = json.loads(found.run.get("identity", "{}"))
     for name, value in identity.items():
-        if saved.get(name) == value:
+        if saved.get(name) == value or (name == "tokenizer" and name not in saved):  # of an earlier release
             continue
         if name in _MAY_GROW:
             reporter.say(f"note: {name} was {saved.get(name)} and is {value}: the schedule changes from here")
             continue
-        difference = (name == "data" and changed_data()) or f"{_short(saved.get(name))}, now {_short(value)}"
+        difference = f"{_short(saved.get(name))}, now {_short(value)}"
+        if name == "tokenizer":
+            parts = [part for part in value if saved[name].get(part) != value[part]]
+            difference = f"its {' and its '.join(parts)} changed"
+        if name == "data":
+            difference = changed_data() or difference
         raise UsageError(
             f"{directory} holds step {found.step} of a run with {_another(name)} ({difference}): give the same; or "
             f"start another run, from this one's model ({directory / 'model'} when it is finished, `spillway export` "

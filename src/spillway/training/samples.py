@@ -9,21 +9,17 @@ from spillway.durable import write_whole
 SAMPLES = "samples.json"
 
 
-def remember_samples(directory: Path, data: Encoded, tokenizer: str) -> None:
-    """A checksum of each sample, and of the tokenizer."""
-    found = {"tokenizer": tokenizer, "samples": data.checksums()}
-    write_whole(directory / SAMPLES, json.dumps(found, separators=(",", ":")))
+def remember_samples(directory: Path, data: Encoded) -> None:
+    """A checksum of each sample."""
+    write_whole(directory / SAMPLES, json.dumps({"samples": data.checksums()}, separators=(",", ":")))
 
 
-def what_differs(directory: Path, data: Encoded, tokenizer: str) -> str:
+def what_differs(directory: Path, data: Encoded) -> str:
     """The difference between the samples now and those that were remembered; nothing where none were."""
     try:
-        found = json.loads((directory / SAMPLES).read_text())
-        before, known_tokenizer = list(found["samples"]), found["tokenizer"]
+        before = list(json.loads((directory / SAMPLES).read_text())["samples"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    if known_tokenizer != tokenizer:
-        return "the tokenizer is another one"
     now = data.checksums()
     if now == before:  # remembered of a start that came after the saved point
         return ""

@@ -22,7 +22,7 @@ from spillway.data import Batches, Encoded, data_files
 from spillway.evaluate import Evaluation
 from spillway.hardware.present import has_slow_16_bits
 from spillway.integrations.huggingface import CAUSAL_LM, find_directory, fitting_length
-from spillway.integrations.tokenizer import fingerprint
+from spillway.integrations.tokenizer import fingerprints
 from spillway.optim.config import settings_of
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.report.progress import Reporter
@@ -96,11 +96,10 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     stores = store_directories(options, directory)
     data = _read(options, rows, reporter)
     held_out = _read_held_out(options, rows, reporter)
-    identity = identity_of(options, data)
+    identity = identity_of(options, fingerprints(rows.tokenizer), data)
     saved_in = where_saved(options, directory)
-    own_tokenizer = fingerprint(rows.tokenizer)
     resumed = is_resumed(
-        identity, options, directory, stores, saved_in, reporter, lambda: what_differs(directory, data, own_tokenizer)
+        identity, options, directory, stores, saved_in, reporter, lambda: what_differs(directory, data)
     )
     torch.manual_seed(options.seed)
     say(f"building {source} and planning")
@@ -119,7 +118,7 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
         model, optimizer, parts, plan, resumed,
     )  # fmt: skip
     _exercise_save(training)
-    remember_samples(directory, data, own_tokenizer)
+    remember_samples(directory, data)
     drop_left_behind(stores_of_last_time(directory), training.session.store.homes.need_disk().geometry)
     remember_stores(directory, stores)
     return training
