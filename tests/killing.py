@@ -187,10 +187,16 @@ def same(ours: tuple[Any, dict[str, torch.Tensor]], theirs: tuple[Any, dict[str,
 
 
 def survive(
-    command: Callable[[Path], list[str]], directory: Path, kills: int, seed: int, longest: float
+    command: Callable[[Path], list[str]],
+    directory: Path,
+    kills: int,
+    seed: int,
+    longest: float,
+    check: Callable[[Path], None] = lambda run: None,
 ) -> Iterator[tuple[int, Path]]:
     """Train again and again, each time killed at a random instant and resumed until it ends by itself, until `kills`
-    have hit. Yields the number of kills so far and the run directory whenever a training has come to its end."""
+    have hit. Yields the number of kills so far and the run directory whenever a training has come to its end. `check`
+    looks at the directory after every kill."""
     random_instant = random.Random(seed)
     hit = rounds = 0
     while hit < kills:
@@ -198,6 +204,7 @@ def survive(
         rounds += 1
         while kill_after(start(command(run)), random_instant.uniform(0, longest)):
             hit += 1
+            check(run)
         yield hit, run
         shutil.rmtree(run)
 

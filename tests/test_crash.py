@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 
 import directories
 import killing
+from spillway.rundir import losses_shown
+from spillway.store.manifest import manifest_files
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,16 @@ def test_a_run_killed_at_random_instants_ends_like_one_that_was_not(
     seconds = killing.measure(command(inputs, tmp_path / "whole", place))
     expected = killing.outcome(tmp_path / "whole")
     assert [step for step, _ in expected[0]] == list(range(1, 13))
-    for hit, run in killing.survive(lambda run: command(inputs, run, place), tmp_path, kills, 7, 1.1 * seconds):
+    apart = 1 if place == "disk" else 3  # saved points, in steps
+
+    def keeps_all_but_the_last(run: Path) -> None:
+        """What a step has made is saved by the end of the next one, where each step is a saved point."""
+        shown, saved = len(losses_shown(run)), manifest_files(run / "store")
+        assert (saved[0][0] if saved else 0) >= (shown - 1) // apart * apart
+
+    for hit, run in killing.survive(
+        lambda run: command(inputs, run, place), tmp_path, kills, 7, 1.1 * seconds, keeps_all_but_the_last
+    ):
         assert killing.same(killing.outcome(run), expected), f"after {hit} kills"
 
 

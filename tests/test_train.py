@@ -179,6 +179,19 @@ def test_a_run_stops_when_its_drive_was_written_enough_and_goes_on_when_it_may(
     assert written > metrics(out)[steps - 1]["written_bytes"].popitem()[1]
 
 
+def test_models_that_are_written_in_the_place_of_saved_points_count_as_written(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    flags = ("--max-steps", "8", "--states", "host", "--save-total-limit", "0", "--save-steps", "1")
+    assert run(arguments(model, data, out, *flags)) == 0
+    written = metrics(out)[-1]["written_bytes"][str(out)]
+    size = (out / "model" / "model.safetensors").stat().st_size
+    assert 6 * size < written < 7.1 * size
+    assert run(arguments(model, data, tmp_path / "short", *flags, "--max-writes", "1MB")) == 5
+    assert len(metrics(tmp_path / "short")) < 8
+
+
 def test_a_run_saved_by_its_end_is_not_started_over_when_its_store_is_gone(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

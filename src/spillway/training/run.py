@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -123,6 +121,7 @@ class _Run:
         self._telling.write_trace()
         self._reporter.say(f"writing the model to {training.output}")
         save_pretrained(training.model, training.output)
+        self._telling.note_model()
         note_written(training.directory, progress.step)
         return self._telling.summarize()
 
@@ -234,10 +233,10 @@ class _Run:
     def _has_written_enough(self) -> bool:
         """Whether a drive has been written as much as the user wants it to be."""
         most = self._options.max_writes
-        return most is not None and max(self._written_to_drives().values()) >= parse_size(most)
+        return most is not None and max(self._telling.written_to_drives().values()) >= parse_size(most)
 
     def _written_enough(self) -> DiskError:
-        paths, written = max(self._written_to_drives().items(), key=lambda item: item[1])
+        paths, written = max(self._telling.written_to_drives().items(), key=lambda item: item[1])
         where = f"stopped after step {self._progress.step} of {self._training.total}"
         why = f"this run has written {format_size(written)} to {paths}, all that --max-writes allows"
         if self._points.are_kept:
@@ -245,17 +244,6 @@ class _Run:
         return DiskError(
             f"{where}: {why}; the model as it is then is in {self._training.output}, its optimizer states are not saved"
         )
-
-    def _written_to_drives(self) -> dict[str, int]:
-        """Bytes that this run has written to each drive it is on now, by its store paths."""
-        paths: dict[int, list[str]] = {}
-        written: Counter[int] = Counter()
-        for path in self._training.stores:
-            paths.setdefault(path.stat().st_dev, []).append(str(path))
-        for name, num_bytes in self._telling.written().items():
-            if os.path.exists(name):  # also where the store has moved on
-                written[os.stat(name).st_dev] += num_bytes
-        return {" and ".join(there): written[drive] for drive, there in paths.items()}
 
     # What is kept #
 
@@ -278,3 +266,4 @@ class _Run:
 
     def _save_model(self) -> None:
         save_pretrained(self._training.model, self._training.output, progress=False)  # beside the bar of steps
+        self._telling.note_model()

@@ -2,11 +2,14 @@
 
 import json
 import math
+import os
 import statistics
 from collections import Counter, deque
 from dataclasses import replace
+from pathlib import Path
 
 from spillway import native
+from spillway.checkpoint.save import weights_bytes
 from spillway.data import DataPosition
 from spillway.durable import write_whole
 from spillway.hardware.calibration import host_extra, is_doubtful, note_host_peak, note_rates
@@ -48,6 +51,7 @@ class Telling:
         self._watch = watch
         self._planner = training.parts.planner
         self._kind = training.session.device.kind
+        self._models: Counter[str] = Counter()  # bytes, by run directory
         self._refined_step = 0.0  # seconds, with the rates of the first steps
         self._telling_steps: deque[tuple[tuple[Op, ...], tuple[Pool, ...], Trace]] = deque(maxlen=_TELLING)
         peaks = training.plan.peaks
@@ -156,11 +160,33 @@ class Telling:
         return self._training.plan.predicted_seconds(wary=2 * progress.wary_steps > len(progress.seconds))
 
     def written(self) -> dict[str, int]:
-        """Bytes written to each drive by this run."""
+        """Bytes written by this run, by the path of the store or the run directory."""
         parts, written = self._training.parts, Counter(self._progress.written_before)
         written.update(parts.points.moved_bytes)
         written.update(parts.session.store.homes.need_disk().written_bytes)
+        written.update(self._models)
         return dict(written)
+
+    def note_model(self) -> None:
+        """The model was written into the run directory."""
+        self._models[str(self._training.directory.resolve())] += weights_bytes(self._training.session.units)
+
+    def written_to_drives(self) -> dict[str, int]:
+        """Bytes that this run has written to each drive it is on now, which is called by the paths it has there."""
+        return {_name(paths): written for paths, written in self._drives()}
+
+    def _drives(self) -> list[tuple[list[Path], int]]:
+        """With its paths on each: of the store, or, where that is not there, of the model."""
+        paths: dict[int, list[Path]] = {}
+        for path in self._training.stores:
+            paths.setdefault(path.stat().st_dev, []).append(path)
+        for path in map(Path, self._models):
+            paths.setdefault(path.stat().st_dev, [path])
+        written: Counter[int] = Counter()
+        for name, num_bytes in self.written().items():
+            if os.path.exists(name):  # also where the store has moved on
+                written[os.stat(name).st_dev] += num_bytes
+        return [(there, written[drive]) for drive, there in paths.items()]
 
     def write_trace(self) -> None:
         """trace.json: the last step beside the one that was predicted."""
@@ -193,8 +219,8 @@ class Telling:
             self._expected_peaks,
             self._peaks(),
             training.parts.budget,
-            self.written(),
-            {str(path): warranted for path in training.stores if (warranted := endurance_of(path))},
+            self.written_to_drives(),
+            {_name(paths): warranted for paths, _ in self._drives() if (warranted := endurance_of(paths[0]))},
             str(training.output),
             training.state_bytes,
             tuple(progress.eval_losses),
@@ -207,3 +233,7 @@ class Telling:
         session = self._training.session
         disk = session.store.homes.need_disk().num_bytes
         return {"device": session.device.peak_bytes(), "host": self._watch.peak, "disk": disk}
+
+
+def _name(paths: list[Path]) -> str:
+    return " and ".join(map(str, paths))
