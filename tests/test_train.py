@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import directories
 from spillway.cli.main import run
@@ -354,7 +355,22 @@ def test_five_bad_batches_in_a_row_stop_the_run_all_the_same(
     one_bad_gradient(9, 1000)
     assert run(arguments(model, data, tmp_path / "run", "--max-steps", "9", "--non-finite", "skip")) == 6
     said = "".join(capsys.readouterr().err.split())  # paths are broken where a line ends
-    assert "5batchesinarowarenotfinite;thelastisbatch5ofepoch0(" in said and f"{data}:" in said
+    assert "5batchesinarowarenotfinite;thelastisstep2,batch5ofepoch0(" in said and f"{data}:" in said
+
+
+def test_a_forward_that_overflows_float16_skips_the_step_and_halves_the_scale(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward, calls = LlamaMLP.forward, iter(range(10**6))
+
+    def overflows(mlp: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
+        is_real = hidden.device.type != "meta" and type(hidden) is torch.Tensor
+        return forward(mlp, hidden) * (float("inf") if is_real and next(calls) == 0 else 1.0)
+
+    monkeypatch.setattr(LlamaMLP, "forward", overflows)
+    assert run(arguments(model, data, tmp_path / "run", "--max-steps", "3", "--dtype", "float16")) == 0
+    assert "was skipped" in " ".join(capsys.readouterr().err.split())
+    assert [row["skipped_steps"] for row in metrics(tmp_path / "run")][-1] == 1
 
 
 def test_held_out_data_is_evaluated_now_and_then_and_changes_nothing(

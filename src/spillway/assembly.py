@@ -15,7 +15,7 @@ from spillway.checkpoint.place import place_store, store_paths
 from spillway.checkpoint.points import SavedPoints
 from spillway.checkpoint.sources import persistent_buffers
 from spillway.model.guards import guard
-from spillway.model.units import find_units
+from spillway.model.units import find_units, is_compiled
 from spillway.optim.optimizer import StreamingOptimizer
 from spillway.origins import Origins, comes_from
 from spillway.plan.request import PlanRequest, space_of
@@ -131,7 +131,7 @@ def assemble(
     reporter = Reporter(quiet=not progress)
     paths, compute = store_paths(place.store), open_device(place.device)
     units = find_units(model, form)
-    if any(module._compiled_call_impl is not None for unit in units for _, module in unit.members):
+    if any(map(is_compiled, units)):
         request = replace(request, tapes=False)
     space_of(request)
     origins = Origins(model, _copies(model))

@@ -12,6 +12,7 @@ import torch
 from spillway.hardware import bandwidth, cache, probe
 from spillway.hardware.bandwidth import Drives
 from spillway.hardware.block import step_flops
+from spillway.hardware.others import Others
 from spillway.hardware.timing import kept_together
 from spillway.native import DiskEngine
 from spillway.spec.hardware import HardwareSpec
@@ -127,6 +128,7 @@ def rates_of(path: Path) -> HardwareSpec:
 
 
 def test_what_one_process_has_measured_another_need_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Others, "disturb", False)
     first = rates_of(tmp_path)
     monkeypatch.setattr(probe, "_measured", {})  # another process
     asked = blocks_of(monkeypatch, 1e12)
@@ -136,6 +138,21 @@ def test_what_one_process_has_measured_another_need_not(tmp_path: Path, monkeypa
     monkeypatch.setattr(probe, "_measured", {})
     rates_of(tmp_path)
     assert asked
+
+
+def test_what_was_measured_while_others_were_busy_is_soon_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Others, "disturb", True)
+    rates_of(tmp_path)
+    for minutes, again in ((9, False), (11, True)):
+        later = time.time() + 60 * minutes
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "time", lambda later=later: later)
+            patched.setattr(probe, "_measured", {})
+            asked = blocks_of(patched, 1e12)
+            rates_of(tmp_path)
+        assert bool(asked) == again
 
 
 def test_rates_that_cannot_be_kept_or_read_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

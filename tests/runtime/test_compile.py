@@ -55,6 +55,25 @@ def test_compiled_blocks_run_their_graphs_and_equal_plain_pytorch(activations: s
     close(model)
 
 
+@pytest.mark.parametrize("part", ("mlp", "forward"))
+def test_blocks_that_are_compiled_in_part_run_what_was_compiled(part: str) -> None:
+    """Whatever a plan without them would choose to keep: what is recorded operator by operator is not compiled."""
+    torch._dynamo.reset()
+    model, count = models.llama(), Counting()
+    for layer in model.model.layers:
+        if part == "mlp":
+            layer.mlp.compile(backend=count)
+        else:
+            layer.forward = torch.compile(layer.forward, backend=count)
+    with pytest.raises(spillway.UsageError, match="compiled"):
+        spillway.prepare(model, spillway.AdamW(), device="cpu", activations="tape")
+    model, optimizer = spillway.prepare(model, spillway.AdamW(), device="cpu")
+    model(**models.batch("llama", 0)).loss.backward()
+    optimizer.step()
+    close(model)
+    assert count.runs >= len(model.model.layers)
+
+
 def test_what_cannot_be_compiled_is_refused(tmp_path: Path) -> None:
     whole, wrapped, taped = models.two_lists(), models.two_lists(), models.two_lists()
     whole.compile()

@@ -186,10 +186,17 @@ def probe_command(store: tuple[str, ...], as_json: bool) -> None:
       spillway probe --store /mnt/nvme0 --store /mnt/nvme1
     """
     from spillway.hardware.machine import this_machine
+    from spillway.hardware.others import Others
     from spillway.report.plans import print_machine
-    from spillway.report.progress import answers
+    from spillway.report.progress import Reporter, answers
 
+    others = Others()
     machine = this_machine(tuple(map(Path, store or (".",))), refresh=True)
+    if others.disturb:
+        Reporter().say(
+            f"note: other programs used {others.share:.0%} of the processor meanwhile: what was measured is kept for "
+            f"ten minutes, not for a day"
+        )
     if as_json:
         click.echo(json.dumps(to_json(machine)))
     else:

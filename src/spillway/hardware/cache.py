@@ -16,7 +16,8 @@ import torch
 from spillway.durable import write_whole
 from spillway.store.disk import existing
 
-_FRESH_S = 24 * 3600
+# How long a measurement is good for, and one that others disturbed.
+FRESH_S, DISTURBED_FRESH_S = 24 * 3600, 10 * 60
 
 
 def cache_directory() -> Path:
@@ -35,16 +36,16 @@ def machine_key(device: str, paths: tuple[Path, ...]) -> str:
 
 def recall(device: str, what: Hashable) -> Any:
     """The JSON value that was kept of it; None where it was not, or too long ago."""
-    when, value = _read(_file(device)).get(repr(what), (0.0, None))
-    return value if time.time() - when < _FRESH_S else None
+    until, value = _read(_file(device)).get(repr(what), (0.0, None))
+    return value if time.time() < until <= time.time() + FRESH_S else None
 
 
-def keep(device: str, what: Hashable, value: Any) -> None:
-    """A JSON value. A home that cannot be written only costs the next measurement."""
+def keep(device: str, what: Hashable, value: Any, seconds: float = FRESH_S) -> None:
+    """A JSON value, for so long. A home that cannot be written only costs the next measurement."""
     file = _file(device)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({**_read(file), repr(what): (time.time(), value)}))
+        write_whole(file, json.dumps({**_read(file), repr(what): (time.time() + seconds, value)}))
 
 
 def forget(device: str) -> None:
@@ -59,6 +60,6 @@ def _file(device: str) -> Path:
 
 def _read(file: Path) -> dict[str, tuple[float, Any]]:
     try:
-        return {str(what): (float(when), value) for what, (when, value) in json.loads(file.read_text()).items()}
+        return {str(what): (float(until), value) for what, (until, value) in json.loads(file.read_text()).items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}  # never measured, or by another version

@@ -22,6 +22,7 @@ from spillway.hardware.bandwidth import (
     whole_mebi,
 )
 from spillway.hardware.block import Block, step_flops
+from spillway.hardware.others import Others
 from spillway.hardware.timing import finish, kept_together, usual_seconds
 from spillway.optim.update import Hyper, StateRange, update_range
 from spillway.spec.hardware import HardwareSpec
@@ -131,10 +132,11 @@ def forget(device: torch.device) -> None:
 def _once(device: torch.device, kind: type[T], key: tuple[Hashable, ...], rates: Callable[[], T]) -> T:
     """What is measured, the first time that it is asked for."""
     if (device, key) not in _measured:
-        kept = cache.recall(str(device), key)
+        kept, others = cache.recall(str(device), key), Others()
         _measured[device, key] = rates() if kept is None else from_json(kind, kept)
         if kept is None:
-            cache.keep(str(device), key, to_json(_measured[device, key]))
+            fresh = cache.DISTURBED_FRESH_S if others.disturb else cache.FRESH_S
+            cache.keep(str(device), key, to_json(_measured[device, key]), fresh)
     found: T = _measured[device, key]
     return found
 

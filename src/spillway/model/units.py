@@ -135,3 +135,12 @@ def _refuse_overlap(units: list[Unit]) -> None:
                     f"{place.name} is held both by {owner[place.name]} and by {unit.name}, which is not streamed as "
                     f"a unit; move it into a module of its own"
                 )
+
+
+def is_compiled(unit: Unit) -> bool:
+    """Whether a part of it runs compiled: whole, or by a forward that was."""
+    modules = (module for _, member in unit.members for module in member.modules())
+    return any(
+        module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in modules
+    )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from spillway.model.units import Unit
+from spillway.model.units import Unit, is_compiled
 from spillway.store.layout import TensorPlace
 from spillway.store.placed import PlacedStore
 
@@ -90,7 +90,7 @@ class RoutedExperts:
 def _find(unit: Unit) -> _Experts | None:
     """The experts of a unit whose parameters are stacked, one slice for each, as transformers has them; None for any
     other unit, and for a compiled one: what was compiled without our hook may be run in its place."""
-    if any(module._compiled_call_impl is not None for _, member in unit.members for module in member.modules()):
+    if is_compiled(unit):
         return None
     places = {place.name: place for place in unit.layout.places}
     tops = [getattr(module, "top_k", None) for _, member in unit.members for module in member.modules()]

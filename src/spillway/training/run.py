@@ -171,7 +171,8 @@ class _Run:
         training, progress, points = self._training, self._progress, self._points
         loss = training.model(**batch).loss
         value, trained = float(loss.detach()), int((batch["labels"] != IGNORED).sum())
-        if not math.isfinite(value):
+        scale = training.optimizer.loss_scale
+        if not math.isfinite(value) and (scale.at_floor or not scale.is_dynamic):  # otherwise too large a scale's
             raise NonFinite(
                 f"the loss of step {progress.step + 1} is {value}; it changed nothing: lower --learning-rate, look at "
                 f"the data, or pass over such batches with --non-finite skip"
@@ -200,7 +201,7 @@ class _Run:
         session.settle()
         progress.skipped_in_a_row += 1
         skips = self._options.non_finite == "skip" and session.rest.is_intact
-        batch = self._batch(position)
+        batch = f"step {progress.step + 1}, {self._batch(position)}"
         if skips and progress.skipped_in_a_row < _MOST_SKIPPED:
             progress.skip(self._training.batches.after(position))
             self._reporter.say(f"warning: {batch} was skipped, {progress.skipped} so far: {error}")
