@@ -17,7 +17,8 @@ def test_a_measured_machine_has_the_drives_that_its_paths_lie_on(
     stat = Path.stat
 
     def on_drives(path: Path, **more: bool) -> object:
-        return SimpleNamespace(st_dev=numbers[path.name]) if path.name in numbers else stat(path, **more)
+        found = stat(path, **more)
+        return SimpleNamespace(st_dev=numbers[path.name], st_mode=found.st_mode) if path.name in numbers else found
 
     monkeypatch.setattr(machine, "measure", lambda *_: MACHINE)
     monkeypatch.setattr(machine, "endurance_of", lambda path: 6e14 if path.name == "a" else 12e14)

@@ -107,6 +107,30 @@ def test_a_faster_drive_holds_more(
     assert bandwidth.measure_shares(paths[:1]) == (1,)
 
 
+def test_paths_on_one_drive_share_what_it_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = tuple(tmp_path / name for name in "abc")
+    devices, rates = {paths[0]: 1, paths[1]: 2, paths[2]: 1}, {1: 8e9, 2: 2e9}
+    true_stat = Path.stat
+
+    def stat(path: Path, **more: bool) -> object:
+        found = true_stat(path, **more)
+        return SimpleNamespace(st_dev=devices[path], st_mode=found.st_mode) if path in devices else found
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(
+        bandwidth, "drive_rates", lambda one, _: Drives(rates[devices[one[0]]], rates[devices[one[0]]], 1.0)
+    )
+    assert bandwidth.measure_shares(paths) == (2, 1, 2)
+    assert bandwidth.measure_shares((paths[0], paths[2])) == (1, 1)
+
+
+def test_directories_that_were_made_to_measure_in_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with bandwidth.directories((tmp_path / "new" / "store", tmp_path / "there")):
+        assert (tmp_path / "new" / "store").is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
 def test_work_that_others_slow_down_is_not_repeated_by_a_count_of_what_it_took_alone() -> None:
     # It took a microsecond alone and a millisecond now: as often as it fitted into the other's time would be for ever.
     calls = {"short": 0, "long": 0}

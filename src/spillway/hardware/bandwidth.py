@@ -3,7 +3,11 @@
 import errno
 import os
 import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import accumulate
+from math import gcd, lcm
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,12 +114,32 @@ def drive_rates(paths: tuple[Path, ...], shares: tuple[int, ...], room_bytes: in
 
 
 def measure_shares(paths: tuple[Path, ...]) -> tuple[int, ...]:
-    """How many stripes of a row each path should take. Paths on one drive get one each."""
+    """How many stripes of a row each path should take: as its drive is fast, and those on one drive equally many."""
     for path in paths:
         make_directory(path)
-    if len({path.stat().st_dev for path in paths}) < len(paths) or len(paths) == 1:
+    drives = [path.stat().st_dev for path in paths]
+    firsts = {drive: path for drive, path in zip(reversed(drives), reversed(paths), strict=True)}
+    if len(firsts) == 1:
         return (1,) * len(paths)
-    return stripe_shares([drive_rates((path,), (1,))[:2] for path in paths])
+    shares = stripe_shares([drive_rates((path,), (1,))[:2] for path in firsts.values()])
+    parts = lcm(*Counter(drives).values())
+    of_path = {drive: share * parts // drives.count(drive) for drive, share in zip(firsts, shares, strict=True)}
+    smallest = gcd(*of_path.values())
+    return tuple(of_path[drive] // smallest for drive in drives)
+
+
+@contextmanager
+def directories(paths: tuple[Path, ...]) -> Iterator[None]:
+    """They are there meanwhile; what had to be made for it is removed again. Raises DiskError."""
+    made = [path for given in paths for path in (given, *given.parents) if not path.exists()]
+    try:
+        for path in paths:
+            make_directory(path)
+        yield
+    finally:
+        for path in dict.fromkeys(made):
+            with suppress(OSError):  # somebody has put something there
+                path.rmdir()
 
 
 def make_directory(path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from spillway.hardware.bandwidth import directories
 from spillway.hardware.drives import endurance_of
 from spillway.hardware.limits import free_host_bytes, process_bytes
 from spillway.hardware.probe import forget, geometry_of, measure
@@ -32,12 +33,13 @@ def this_machine(
         forget(where)
     room = min(_ROOM_BYTES, free_host_bytes() // 2)
     there = int(torch.cuda.mem_get_info(where)[0]) // 2 if where.type == "cuda" else room
-    geometry = geometry_of(paths)
-    hardware = measure(where, dtype, geometry, *_LARGE[where.type], EXACT, room, there)
+    with directories(paths):
+        geometry = geometry_of(paths)
+        hardware = measure(where, dtype, geometry, *_LARGE[where.type], EXACT, room, there)
+        free = 0 if geometry is None else free_on(geometry)
+        drives = () if geometry is None else _drives(geometry, hardware, free)
     host = free_host_bytes() + process_bytes()
     on_device = int(torch.cuda.mem_get_info(where)[0]) if where.type == "cuda" else host
-    free = 0 if geometry is None else free_on(geometry)
-    drives = () if geometry is None else _drives(geometry, hardware, free)
     return Machine(platform.node() or "this machine", hardware, on_device, host, free, drives=drives)
 
 
