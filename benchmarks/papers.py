@@ -48,10 +48,15 @@ class Row:
     ours: float | None = None
     unit: str = ""
     why: str = ""  # it is not within the target
+    is_input: bool = False  # a rate or a size here was taken from it
 
     @property
     def is_close(self) -> bool:
         """Whether it is within the target."""
+        return not self.is_input and self._is_close
+
+    @property
+    def _is_close(self) -> bool:
         return abs(self.found / self.paper - 1) <= TARGET if self.paper else self.found == 0
 
 
@@ -160,7 +165,8 @@ def throughput() -> Iterator[Row]:
     for gpu, rate in (("rtx4090", 156), ("a100-80", 202)):
         machine = server(gpu)
         found, ours = best("gpt-13b", machine, "fuyou", BATCHES), best("gpt-13b", machine, "auto", BATCHES)
-        yield Row("throughput", f"13B on {gpu}: Fuyou", rate, found / T, ours / T, "TFLOP/s")
+        why = "the block's rate here was taken from it"
+        yield Row("throughput", f"13B on {gpu}: Fuyou", rate, found / T, ours / T, "TFLOP/s", why, is_input=True)
     a100 = server("a100-80")
     fuyou, ours = best("gpt-13b", a100, "fuyou", BATCHES), best("gpt-13b", a100, "auto", BATCHES)
     for policy, ratio in (("zero-offload", 2.46), ("zero-infinity", 3.42), ("colossal-ai", 6.73)):
@@ -185,10 +191,10 @@ def anatomy() -> Iterator[Row]:
     yield Row("anatomy", "recomputation", 5.7, forward / rate, None, "s")
     yield Row("anatomy", "GPU backward with recomputation", 17.6, 3 * forward / rate, None, "s")
     everything = sum(call.saved_bytes for call in model.calls)
-    yield Row("anatomy", "all activations", 213, everything / 1e9, None, "GB")
-    yield Row(
-        "anatomy", "activations between blocks", 12.5, sum(call.act_bytes for call in model.calls) / 2**30, None, "GB"
-    )
+    why = "the bytes of activations here were taken from it"
+    yield Row("anatomy", "all activations", 213, everything / 1e9, None, "GB", why, is_input=True)
+    between = sum(call.act_bytes for call in model.calls)
+    yield Row("anatomy", "activations between blocks", 12.5, between / 1e9, None, "GB")
     link = machine.hardware.download_bytes_per_s
     yield Row("anatomy", "G10: all activations to the host", 10, everything / link, None, "s")
     infinity = plan(model, machine, "zero-infinity")
@@ -208,8 +214,9 @@ def updates() -> Iterator[Row]:
     lohan = speed("gpt-13b", machine, "lohan", 64)
     serial = serialised("gpt-13b", machine, 64)
     ours = speed("gpt-13b", machine, "auto", 64)
-    naive = "their CPU optimizer takes longer than a pass over memory at its rate, so less of it hides"
-    yield Row("updates", "13B, 64 rows: optimised over serialised", 1.33, lohan / serial, ours / serial, "x", naive)
+    longer = "their CPU optimizer takes longer than a pass over memory at its rate: there is more to hide"
+    naive = "their CPU optimizer takes longer than a pass over memory at its rate: of a short step less of it hides"
+    yield Row("updates", "13B, 64 rows: optimised over serialised", 1.33, lohan / serial, ours / serial, "x", longer)
     chain = "twelve drives at their rates do the chain of each block within its backward"
     chained = speed("gpt-13b", machine, "lohan", 64, update="overlap-naive")
     yield Row("updates", "13B, 64 rows: optimised over naive", 1.22, lohan / chained, ours / chained, "x", chain)
@@ -240,10 +247,22 @@ def swapping() -> Iterator[Row]:
     for gpu, cases in (("rtx4090", ((24, 0), (36, 1), (48, 1), (60, 1))), ("a100-80", ((32, 0), (64, 1), (80, 1)))):
         machine = server(gpu)
         for rows, expected in cases:
-            share = optimum(shape("gpt-13b", rows, "lohan"), machine)
+            model = shape("gpt-13b", rows, "lohan")
+            share, slow = optimum(model, machine), optimum(model, with_drives_at(machine, 0.5))
             what = f"13B on {gpu}, {rows} rows: more than inputs of blocks is swapped"
-            why = f"the optimum is {share:.0%} of all activations: near the edge between the cases"
+            why = f"the optimum is {share:.0%} of all activations at makers' bandwidths, {slow:.0%} at half the drives'"
             yield Row("swapping", what, expected, float(share > 0.05), None, "0 or 1", why)
+
+
+def with_drives_at(machine: Machine, share: float) -> Machine:
+    """With drives that keep so large a share of their rates."""
+    rates = machine.hardware
+    slower = replace(
+        rates,
+        read_bytes_per_s=share * rates.read_bytes_per_s,
+        write_bytes_per_s=share * rates.write_bytes_per_s,
+    )
+    return replace(machine, hardware=slower)
 
 
 def optimum(model: ModelProfile, machine: Machine) -> float:
@@ -261,7 +280,7 @@ def optimum(model: ModelProfile, machine: Machine) -> float:
 
 def disks() -> Iterator[Row]:
     """How many drives it takes (LoHan, figure 10)."""
-    why = "makers' bandwidths: real drives keep less of them when reads and writes mix"
+    why = "compute is the bound, with nearly all computed again: theirs moves more than drives have time for here"
     for rows, count in ((32, 12), (48, 6), (64, 3)):
         machine = server("rtx4090", count=count)
         found, ours = speed("gpt-13b", machine, "lohan", rows), speed("gpt-13b", machine, "auto", rows)
@@ -299,16 +318,27 @@ def sizes() -> Iterator[Row]:
 
 @cache
 def largest(machine: Machine, policy: str) -> float:
-    """Billions of parameters of the largest model: as wide as the papers', as deep as fits."""
+    """Billions of parameters of the largest model: as wide as one of the papers', as deep as fits."""
     most = 0.0
     widths = ((24, 2048), (40, 5120), (60, 6656), (80, 8192), (88, 11264), (96, 12288), (112, 14336), (128, 16384),
               (160, 20480))  # fmt: skip
+
+    def size_of(depth: int, hidden: int) -> float:
+        """In billions, where it fits; otherwise 0."""
+        model = gpt(depth, hidden, 1, OURS if policy == "auto" else THEIRS)
+        if not fits(model, machine.hardware, budget(machine), PlanRequest(policy=policy)):
+            return 0.0
+        return sum(unit.num_params for unit in model.units) / 1e9
+
     for layers, hidden in widths:
-        for depth in (layers // 4, layers // 2, 3 * layers // 4, layers):
-            model = gpt(depth, hidden, 1, OURS if policy == "auto" else THEIRS)
-            params = sum(unit.num_params for unit in model.units) / 1e9
-            if params > most and fits(model, machine.hardware, budget(machine), PlanRequest(policy=policy)):
-                most = params
+        step = layers // 4
+        low, high = 0, 1
+        while size_of(step * high, hidden):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if size_of(step * middle, hidden) else (low, middle)
+        most = max(most, size_of(step * low, hidden) if low else 0.0)
     return most
 
 
@@ -389,8 +419,8 @@ def main() -> int:
             print(
                 f"{mark} {row.section:10} {row.what:72} {row.paper:8g} {row.found:8.3g} {ours:8} {row.unit}", flush=True
             )
-    close = sum(row.is_close for row in rows)
-    print(f"{close} of {len(rows)} within {TARGET:.0%} of the paper")
+    close, others = sum(row.is_close for row in rows), sum(not row.is_input for row in rows)
+    print(f"{close} of {others} within {TARGET:.0%} of the paper; {len(rows) - others} are inputs")
     write_json(given.json, rows)
     if given.markdown:
         given.markdown.write_text(table(rows) + "\n")

@@ -111,6 +111,24 @@ def test_as_many_saved_points_stay_as_asked_for(tmp_path: Path) -> None:
     assert [step for step, _ in manifest_files(tmp_path)] == [5, 4]
 
 
+def test_room_for_activations_on_the_drives_is_reserved_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, wanted = StripedDisk.reserve, list[int]()
+
+    def noting(disk: StripedDisk, num_bytes: int) -> None:
+        wanted.append(num_bytes)
+        reserve(disk, num_bytes)
+
+    monkeypatch.setattr(StripedDisk, "reserve", noting)
+    run = Run(tmp_path, activations="disk")
+    states, before = wanted[0], max(wanted)
+    assert before > states, "no activations are on the drive: this test tests nothing"
+    run.train(2)
+    assert max(wanted) == before
+    spillway.close(run.model)
+
+
 @pytest.mark.parametrize("states", ["disk", "host"])
 def test_how_far_a_saved_point_has_come_is_told(tmp_path: Path, states: str) -> None:
     run = Run(tmp_path, states=states, weights=states).train(2)

@@ -86,6 +86,7 @@ class PlacedStore:
 
     def _open(self, plan: Plan, profile: ModelProfile) -> None:
         self._homes = self._make_homes(plan, profile)
+        self.act_extents(plan, profile)  # reserved before anything is trained
         self._resident_end = self.arena.mark()
         residents = self.arena.buffer[: self._resident_end]
         native.touch(residents.data_ptr(), residents.numel(), os.cpu_count() or 1)
