@@ -23,11 +23,13 @@ struct Block {
   bool is_write;
   char* buffer;
   uint64_t offset, bytes, done, transfer;
-  int tries;
+  int tries, waits;
 };
 
 // A drive may fail a request once and serve it the next time; one that fails as often as this is broken.
 constexpr int kTries = 4;
+// A kernel short of memory asks to be asked again: every millisecond, for some seconds.
+constexpr int kWaits = 10'000;
 
 std::vector<Block> cut(const spillway_transfer* transfers, uint64_t count, uint64_t block_bytes) {
   std::vector<Block> blocks;
@@ -36,7 +38,7 @@ std::vector<Block> cut(const spillway_transfer* transfers, uint64_t count, uint6
     for (uint64_t at = 0; at < whole.bytes; at += block_bytes) {
       const uint64_t bytes = whole.bytes - at < block_bytes ? whole.bytes - at : block_bytes;
       blocks.push_back({whole.fd, whole.is_write != 0, static_cast<char*>(whole.buffer) + at, whole.offset + at, bytes,
-                        0, t, 0});
+                        0, t, 0, 0});
     }
   }
   return blocks;
@@ -44,7 +46,11 @@ std::vector<Block> cut(const spillway_transfer* transfers, uint64_t count, uint6
 
 // What a finished request means for its block: 0 goes on (done or to be resubmitted), else -errno.
 int account(Block& block, int64_t result) {
-  if (result == -EINTR || result == -EAGAIN) return 0;
+  if (result == -EINTR) return 0;
+  if (result == -EAGAIN && ++block.waits < kWaits) {
+    usleep(1000);
+    return 0;
+  }
   if (result == -EIO && ++block.tries < kTries) return 0;
   if (result < 0) return int(result);
   if (result == 0) return block.is_write ? -ENOSPC : -ENODATA;
@@ -224,12 +230,14 @@ class RingEngine final : public Engine {
 
   // Submits `queued` entries and waits for at least one completion.
   bool enter(unsigned queued) {
-    for (;;) {
+    for (int waits = 0;;) {
       const long sent = syscall(__NR_io_uring_enter, fd_, queued, 1, IORING_ENTER_GETEVENTS, nullptr, 0);
       if (sent >= 0 && unsigned(sent) == queued) return true;
       if (sent >= 0) {
         queued -= unsigned(sent);
-      } else if (errno != EINTR && errno != EAGAIN && errno != EBUSY) {
+      } else if ((errno == EAGAIN || errno == EBUSY) && ++waits < kWaits) {
+        usleep(1000);
+      } else if (errno != EINTR) {
         return false;
       }
     }

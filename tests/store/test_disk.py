@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -116,6 +117,36 @@ def test_reading_past_the_end_names_the_failing_transfer(tmp_path: Path, number:
     with pytest.raises(TransferError) as caught:
         engines()[number].run([good, bad], is_write=False)
     assert caught.value.index == 1
+    os.close(fd)
+
+
+@pytest.mark.parametrize(("failures", "is_lost"), ((3, False), (4, True)))
+@pytest.mark.parametrize("is_write", (False, True))
+def test_plain_transfers_are_tried_again_and_short_ones_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, is_lost: bool, is_write: bool
+) -> None:
+    """As the native part's are: see tests/test_faults.py."""
+    content, back, left = random_pages(9, 0), random_pages(9, 1), iter(range(failures))
+    (tmp_path / "file").write_bytes(bytes(9 * PAGE) if is_write else content.numpy().tobytes())
+    fd, name = os.open(tmp_path / "file", os.O_RDWR), "pwritev" if is_write else "preadv"
+    true_move = getattr(os, name)
+
+    def fails(fd: int, views: list[memoryview], offset: int) -> int:
+        if next(left, None) is not None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return int(true_move(fd, [views[0][: 2 * PAGE]], offset))
+
+    monkeypatch.setattr(os, name, fails)
+    plain = engines()[2]
+    buffer = content if is_write else back
+    transfer = Transfer(fd, buffer.data_ptr(), 0, 9 * PAGE)
+    if is_lost:
+        with pytest.raises(TransferError, match="Input/output"):
+            plain.run([transfer], is_write)
+    else:
+        plain.run([transfer], is_write)
+        assert (tmp_path / "file").read_bytes() == content.numpy().tobytes()
+        assert torch.equal(buffer, content)
     os.close(fd)
 
 
