@@ -10,6 +10,7 @@ not.
 """
 
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -297,7 +298,7 @@ def disks() -> Iterator[Row]:
 
 def sizes() -> Iterator[Row]:
     """The largest model at one row (LoHan, figure 6; Fuyou, figure 4; STRONGHOLD)."""
-    why = "our runtime streams states in subgroups and pins little: the policy is not short where the system was"
+    why = "our runtime streams states in subgroups and pins little: the drives and the widest block are the bound here"
     for gpu, host, policy, size in (
         ("rtx4090", "768GB", "lohan", 276),
         ("rtx4080", "256GB", "lohan", 175),
@@ -318,27 +319,27 @@ def sizes() -> Iterator[Row]:
 
 @cache
 def largest(machine: Machine, policy: str) -> float:
-    """Billions of parameters of the largest model: as wide as one of the papers', as deep as fits."""
+    """Billions of parameters of the largest model: as wide as one of the papers', and as deep as fits, in quarters of
+    that one's depth and up to four times it."""
     most = 0.0
     widths = ((24, 2048), (40, 5120), (60, 6656), (80, 8192), (88, 11264), (96, 12288), (112, 14336), (128, 16384),
               (160, 20480))  # fmt: skip
 
-    def size_of(depth: int, hidden: int) -> float:
-        """In billions, where it fits; otherwise 0."""
-        model = gpt(depth, hidden, 1, OURS if policy == "auto" else THEIRS)
-        if not fits(model, machine.hardware, budget(machine), PlanRequest(policy=policy)):
-            return 0.0
-        return sum(unit.num_params for unit in model.units) / 1e9
+    def model_of(depth: int, hidden: int) -> ModelProfile:
+        return gpt(depth, hidden, 1, OURS if policy == "auto" else THEIRS)
 
-    for layers, hidden in widths:
-        step = layers // 4
-        low, high = 0, 1
-        while size_of(step * high, hidden):
-            low, high = high, 2 * high
-        while high - low > 1:
+    def has_room(model: ModelProfile) -> bool:
+        return fits(model, machine.hardware, budget(machine), PlanRequest(policy=policy))
+
+    for layers, hidden in reversed(widths):
+        sizes = [sum(u.num_params for u in model_of(n * layers // 4, hidden).units) / 1e9 for n in range(1, 17)]
+        low, high = bisect_right(sizes, most), len(sizes)  # so many are no larger than what was found
+        while low < high:
             middle = (low + high) // 2
-            low, high = (middle, high) if size_of(step * middle, hidden) else (low, middle)
-        most = max(most, size_of(step * low, hidden) if low else 0.0)
+            if has_room(model_of((middle + 1) * layers // 4, hidden)):
+                most, low = sizes[middle], middle + 1
+            else:
+                high = middle
     return most
 
 
