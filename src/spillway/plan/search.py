@@ -32,6 +32,8 @@ from spillway.spec.sizes import counted, format_size
 _PATIENCE = 300_000
 # A plan this close to what none can beat is not searched further.
 _CLOSE = 1.01
+# Nor is one so close to it searched for units that could live on the device.
+_WORTH_LIVING = 1.1
 # Of models of no more units whole steps are compared, and more ways to fill memory.
 _WIDELY = 24
 # And those of no more units piece by piece.
@@ -227,7 +229,8 @@ class _Search:
     def _best_with_living_units(self, best: _Timed) -> _Timed:
         """Of all ways to fill memory whose updates may visit the device: what one of them loses by leaving the device
         room it may gain twice by the units that live there."""
-        if not self._searches_freely or self._request.fixed is not None:
+        least = least_computing(self._model, self._hardware)
+        if not self._searches_freely or self._request.fixed is not None or best.seconds <= _WORTH_LIVING * least:
             return best
         visiting = (way for found in list(self._seen.values()) for way in self._variants.visiting(found))
         living = (next(self._spare.with_living_units(way), None) for way in visiting)
