@@ -7,6 +7,7 @@ import pytest
 
 from plan import profiles
 from spillway.hardware.calibration import as_seen, host_extra, is_doubtful, note_host_peak, note_rates
+from spillway.spec.hardware import HardwareSpec
 
 _PROBED = replace(profiles.MACHINE, device="cpu")
 
@@ -35,10 +36,27 @@ def test_a_disturbed_run_and_a_damaged_file_are_not_believed(tmp_path: Path) -> 
     )
     note_rates(here, probed, disturbed)
     assert as_seen(probed, here) == replace(probed, read_bytes_per_s=pytest.approx(probed.read_bytes_per_s / 1.5))
-    assert is_doubtful(probed, disturbed) and not is_doubtful(probed, as_seen(probed, here))
+    assert is_doubtful(here, probed, disturbed) and not is_doubtful(here, probed, as_seen(probed, here))
     (file,) = (tmp_path / "spillway").iterdir()
     file.write_text('{"write_bytes_per_s": "x"')
     assert as_seen(probed, here) == probed
+
+
+def test_a_drive_that_is_slow_for_longer_than_one_measures_is_believed_the_second_time(tmp_path: Path) -> None:
+    probed, here = _PROBED, (tmp_path,)
+
+    def at(share: float) -> HardwareSpec:
+        return replace(probed, write_bytes_per_s=share * probed.write_bytes_per_s)
+
+    note_rates(here, probed, at(0.3))
+    assert as_seen(probed, here) == probed and is_doubtful(here, probed, at(0.3))
+    note_rates(here, probed, at(0.32))
+    assert as_seen(probed, here) == at(0.32) and not is_doubtful(here, probed, at(0.3))
+    note_rates(here, probed, at(0.28))
+    assert as_seen(probed, here).write_bytes_per_s == pytest.approx(at(0.3).write_bytes_per_s)
+    for share, believed in ((1.0, 0.3), (0.1, 0.3), (1.0, 0.3), (0.9, 0.9)):  # another disturbance is none of the first
+        note_rates(here, probed, at(share))
+        assert as_seen(probed, here).write_bytes_per_s == pytest.approx(at(believed).write_bytes_per_s)
 
 
 def test_what_runs_take_of_the_host_beside_their_plans_is_kept(tmp_path: Path) -> None:

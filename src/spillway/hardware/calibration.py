@@ -12,7 +12,11 @@ from spillway.spec.hardware import HardwareSpec
 
 # A run says so much about the next one; the rest is what was known before.
 _WEIGHT = 0.5
-_LEAST, _MOST = 0.5, 2.0  # beyond that something else was going on, then or when they were measured
+# Further off than that something else was going on, then or when they were measured; unless the next run, whose rates
+# were measured anew, is off by about as much again: a drive may be fast for only as long as one measures it.
+_LEAST, _MOST = 0.5, 2.0
+_AGAIN = 1.5
+_DOUBTED = "doubted "
 _HOST_EXTRA = "host_extra_bytes"
 _RATES = {field.name for field in fields(HardwareSpec) if field.name.endswith("_per_s")}
 
@@ -24,15 +28,29 @@ def as_seen(probed: HardwareSpec, paths: tuple[Path, ...]) -> HardwareSpec:
 
 
 def note_rates(paths: tuple[Path, ...], probed: HardwareSpec, seen: HardwareSpec) -> None:
-    """A run is over. `probed`: without any calibration; `seen`: as its steps showed. What is too far off says nothing
-    of the next run."""
-    ratios = _ratios(probed, seen)
-    _note(paths, probed.device, {name: ratio for name, ratio in ratios.items() if _LEAST <= ratio <= _MOST})
+    """A run is over. `probed`: without any calibration; `seen`: as its steps showed. What is too far off is only
+    believed when it is seen again."""
+    file = _file(paths, probed.device)
+    known, believed = _read(file), dict[str, float]()
+    for name, ratio in _ratios(probed, seen).items():
+        doubted = known.pop(_DOUBTED + name, None)
+        if _is_near(ratio, known.get(name, 1.0)):
+            believed[name] = ratio
+        elif doubted is not None and 1 / _AGAIN <= ratio / doubted <= _AGAIN:
+            known[name] = ratio  # what was known before is of something else
+        else:
+            known[_DOUBTED + name] = ratio
+    _write(file, _averaged(known, believed))
 
 
-def is_doubtful(probed: HardwareSpec, seen: HardwareSpec) -> bool:
-    """Whether a rate is so far off that the machine should be measured anew."""
-    return any(not _LEAST <= ratio <= _MOST for ratio in _ratios(probed, seen).values())
+def is_doubtful(paths: tuple[Path, ...], probed: HardwareSpec, seen: HardwareSpec) -> bool:
+    """Whether a rate is so far from what is known of it that the machine should be measured anew."""
+    known = _read(_file(paths, probed.device))
+    return not all(_is_near(ratio, known.get(name, 1.0)) for name, ratio in _ratios(probed, seen).items())
+
+
+def _is_near(ratio: float, expected: float) -> bool:
+    return _LEAST <= ratio / expected <= _MOST
 
 
 def _ratios(probed: HardwareSpec, seen: HardwareSpec) -> dict[str, float]:
@@ -48,14 +66,17 @@ def host_extra(paths: tuple[Path, ...], device: str) -> int:
 
 def note_host_peak(paths: tuple[Path, ...], device: str, planned: int, measured: int) -> None:
     """A run is over: its planned and measured peak of host memory, in bytes."""
-    _note(paths, device, {_HOST_EXTRA: float(measured - planned)})
-
-
-def _note(paths: tuple[Path, ...], device: str, found: dict[str, float]) -> None:
     file = _file(paths, device)
-    known = _read(file)
-    for name, value in found.items():
-        known[name] = value if name not in known else _WEIGHT * value + (1 - _WEIGHT) * known[name]
+    _write(file, _averaged(_read(file), {_HOST_EXTRA: float(measured - planned)}))
+
+
+def _averaged(known: dict[str, float], found: dict[str, float]) -> dict[str, float]:
+    """What is known, after these were found."""
+    new = {name: _WEIGHT * value + (1 - _WEIGHT) * known.get(name, value) for name, value in found.items()}
+    return {**known, **new}
+
+
+def _write(file: Path, known: dict[str, float]) -> None:
     with suppress(OSError):  # a home that cannot be written only leaves the next prediction as it is
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(known))

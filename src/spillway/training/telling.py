@@ -136,7 +136,7 @@ class Telling:
         difference = abs(self._refined_step - before)
         if difference <= max(_WORTH_TELLING * before, _TELLING_SECONDS):
             return
-        if is_doubtful(self._planner.probed, seen):
+        if is_doubtful(self._training.stores, self._planner.probed, seen):
             forget(self._training.session.device.torch_device)
         ratios = {lane: getattr(seen, name) / getattr(planned, name) for lane, name in RATES.items()}
         off = ", ".join(
