@@ -1,36 +1,42 @@
-"""The random numbers that a run goes on with: PyTorch's, which models draw, and Python's and NumPy's, which data is
-chosen with."""
+"""The random numbers that a run goes on with, as text: PyTorch's, which models draw, and Python's and NumPy's, which
+data is chosen with."""
 
 import json
-import random
-import sys
 from typing import Any
 
 import torch
 
+from spillway.runtime.calls import RngState, rng_state, set_rng_state
+
 
 def states() -> dict[str, str]:
-    """Of each generator, as text."""
-    found = {"cpu": _hex(torch.get_rng_state()), "python": json.dumps(random.getstate())}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = _hex(torch.cuda.get_rng_state())
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        found["numpy"] = json.dumps(numpy.get_state(legacy=False), default=lambda array: array.tolist())
+    """Of each generator."""
+    now = rng_state(_device())
+    found = {"cpu": _hex(now.cpu), "python": json.dumps(now.python)}
+    if now.device is not None:
+        found["cuda"] = _hex(now.device)
+    if now.numpy is not None:
+        found["numpy"] = json.dumps(now.numpy, default=lambda array: array.tolist())
     return found
 
 
 def go_on_from(found: dict[str, str]) -> None:
     """What `states` gave, here or in an earlier release; generators that one of them does not have are left alone."""
-    torch.set_rng_state(_state(found["cpu"]))
-    if "cuda" in found and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_state(found["cuda"]))
-    if "python" in found:
-        version, numbers, gauss = json.loads(found["python"])
-        random.setstate((version, tuple(numbers), gauss))
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None and "numpy" in found:
-        numpy.set_state(json.loads(found["numpy"]))
+    device = torch.device("cuda" if "cuda" in found and torch.cuda.is_available() else "cpu")
+    now = rng_state(device)
+    on_device = _state(found["cuda"]) if device.type == "cuda" else None
+    python = _python(found["python"]) if "python" in found else now.python
+    numpy = json.loads(found["numpy"]) if now.numpy is not None and "numpy" in found else now.numpy
+    set_rng_state(device, RngState(_state(found["cpu"]), on_device, python, numpy))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
+
+
+def _python(text: str) -> tuple[Any, ...]:
+    version, numbers, gauss = json.loads(text)
+    return version, tuple(numbers), gauss
 
 
 def _hex(state: torch.Tensor) -> str:
