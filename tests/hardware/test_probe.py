@@ -78,6 +78,18 @@ def test_the_slower_the_device_the_smaller_the_block_that_is_measured(monkeypatc
     assert max(flops) < 2.1
 
 
+def on_drives(monkeypatch: pytest.MonkeyPatch, drives: dict[Path, tuple[int, float]]) -> None:
+    """Paths lie on drives of these numbers, each with its rate."""
+    true_stat = Path.stat
+
+    def stat(path: Path, **more: bool) -> object:
+        found = true_stat(path, **more)
+        return SimpleNamespace(st_dev=drives[path][0], st_mode=found.st_mode) if path in drives else found
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(bandwidth, "drive_rates", lambda one, _: Drives(drives[one[0]][1], drives[one[0]][1], 1.0))
+
+
 @pytest.mark.parametrize(
     ("rates", "shares"),
     [
@@ -92,34 +104,14 @@ def test_a_faster_drive_holds_more(
     rates: tuple[float, ...], shares: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = tuple(tmp_path / str(index) for index in range(len(rates)))
-    devices = {path: number for number, path in enumerate(paths)}
-    true_stat = Path.stat
-
-    def stat(path: Path, **more: bool) -> object:
-        found = true_stat(path, **more)
-        return SimpleNamespace(st_dev=devices[path], st_mode=found.st_mode) if path in devices else found
-
-    monkeypatch.setattr(Path, "stat", stat)
-    monkeypatch.setattr(
-        bandwidth, "drive_rates", lambda one, _: Drives(rates[devices[one[0]]], rates[devices[one[0]]], 1.0)
-    )
+    on_drives(monkeypatch, {path: (number, rates[number]) for number, path in enumerate(paths)})
     assert bandwidth.measure_shares(paths) == shares
     assert bandwidth.measure_shares(paths[:1]) == (1,)
 
 
 def test_paths_on_one_drive_share_what_it_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = tuple(tmp_path / name for name in "abc")
-    devices, rates = {paths[0]: 1, paths[1]: 2, paths[2]: 1}, {1: 8e9, 2: 2e9}
-    true_stat = Path.stat
-
-    def stat(path: Path, **more: bool) -> object:
-        found = true_stat(path, **more)
-        return SimpleNamespace(st_dev=devices[path], st_mode=found.st_mode) if path in devices else found
-
-    monkeypatch.setattr(Path, "stat", stat)
-    monkeypatch.setattr(
-        bandwidth, "drive_rates", lambda one, _: Drives(rates[devices[one[0]]], rates[devices[one[0]]], 1.0)
-    )
+    on_drives(monkeypatch, {paths[0]: (1, 8e9), paths[1]: (2, 2e9), paths[2]: (1, 8e9)})
     assert bandwidth.measure_shares(paths) == (2, 1, 2)
     assert bandwidth.measure_shares((paths[0], paths[2])) == (1, 1)
 

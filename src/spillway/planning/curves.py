@@ -41,12 +41,8 @@ def largest_as_help(question: Question) -> tuple[Help, ...]:
         layers, params = largest(question)
     except (PlanInfeasible, UsageError):
         return ()
-    return (
-        Help(
-            f"{counted(layers, 'block')}, {params / 1e9:.1f}B parameters: the largest model of this width that fits",
-            0.0,
-        ),
-    )
+    change = f"{counted(layers, 'block')}, {params / 1e9:.1f}B parameters: the largest model of this width that fits"
+    return (Help(change, 0.0),)
 
 
 def sweep(question: Question, what: str) -> list[tuple[str, PlanReport]]:
