@@ -115,43 +115,51 @@ def _larger_budgets(question: Question, smallest: TierPeaks) -> list[tuple[str, 
 
 def _what_would_fit(question: Question, smallest: TierPeaks) -> tuple[Help, ...]:
     """Changes after which it would fit. `smallest`: what the smallest plan needs."""
+    budgets, ways = _larger_budgets(question, smallest), _one_row_at_a_time(question)
+    if not any(map(_fits, budgets)):  # otherwise the machine is not what is short
+        ways += [*_changes(question), *_smaller_batches(question), *_larger_machines(question)]
+    fitting = (change for change, _ in filter(_fits, [*budgets, *ways]))
+    return tuple(Help(change, 0.0) for change in _one_of_each(fitting, _MOST_HELPS))
+
+
+def _fits(way: tuple[str, Question]) -> bool:
+    _, other = way
+    return other.fits(other.machine, other.profile())
+
+
+def _one_row_at_a_time(question: Question) -> list[tuple[str, Question]]:
     options, rows = question.options, question.options.per_device_train_batch_size
-    tries = _changes(question)
-    machine, free = question.machine, replace(options, host_memory=None)
-    if rows > 1:
-        cut = rows * options.gradient_accumulation_steps
-        single = replace(options, per_device_train_batch_size=1, gradient_accumulation_steps=cut)
-        flags = f"--per-device-train-batch-size 1 --gradient-accumulation-steps {cut}"
-        tries.insert(0, (flags, asked(question, machine, single)))
-    budgets = _larger_budgets(question, smallest)
-    if any(other.fits(machine, other.profile()) for _, other in budgets):
-        tries = [*budgets, *tries[:1]] if rows > 1 else budgets  # the machine is not what is short
-        return _fitting(tries)
-    whole = rows * options.gradient_accumulation_steps
+    if rows == 1:
+        return []
+    cut = rows * options.gradient_accumulation_steps
+    single = replace(options, per_device_train_batch_size=1, gradient_accumulation_steps=cut)
+    flags = f"--per-device-train-batch-size 1 --gradient-accumulation-steps {cut}"
+    return [(flags, asked(question, question.machine, single))]
+
+
+def _smaller_batches(question: Question) -> list[tuple[str, Question]]:
+    options, rows = question.options, question.options.per_device_train_batch_size
+    whole, found = rows * options.gradient_accumulation_steps, []
     for factor in (2, 4, 8, 16, 32):
         at_once = min(rows, whole // factor)
         if whole % factor == 0 and whole // factor % at_once == 0:
-            fewer = replace(
-                options,
-                per_device_train_batch_size=at_once,
-                gradient_accumulation_steps=whole // factor // at_once,
-            )
-            tries.append((f"1/{factor} of the batch", asked(question, machine, fewer)))
-    tries += [
+            steps = whole // factor // at_once
+            fewer = replace(options, per_device_train_batch_size=at_once, gradient_accumulation_steps=steps)
+            found.append((f"1/{factor} of the batch", asked(question, question.machine, fewer)))
+    return found
+
+
+def _larger_machines(question: Question) -> list[tuple[str, Question]]:
+    machine, free = question.machine, replace(question.options, host_memory=None)
+    found = [
         (f"{size} GB of host memory", asked(question, replace(machine, host_bytes=size * 10**9), free))
         for size in _HOST_SIZES
         if size * 10**9 > machine.host_bytes
     ]
-    for factor in (2, 4, 8):
-        if machine.drives:
-            more = with_drives(machine, factor * len(machine.drives))
-            tries.append((f"{factor} times the drives", asked(question, more)))
-    return _fitting(tries)
-
-
-def _fitting(tries: list[tuple[str, Question]]) -> tuple[Help, ...]:
-    fitting = (change for change, other in tries if other.fits(other.machine, other.profile()))
-    return tuple(Help(change, 0.0) for change in _one_of_each(fitting, _MOST_HELPS))
+    for factor in (2, 4, 8) if machine.drives else ():
+        more = with_drives(machine, factor * len(machine.drives))
+        found.append((f"{factor} times the drives", asked(question, more)))
+    return found
 
 
 def _one_of_each(changes: Iterable[str], count: int) -> list[str]:
