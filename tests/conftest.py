@@ -1,3 +1,4 @@
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,8 @@ from spillway.hardware import timing
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job: children would ignore it, too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sampling.whole = config.option.markexpr != "not full"
 
 

@@ -449,7 +449,46 @@ def test_a_run_without_room_for_two_copies_is_made_in_place_and_says_so(
     assert losses(out) == losses(plain)
     ours, theirs = load_file(out / "model" / "model.safetensors"), load_file(plain / "model" / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert not list((out / "store").glob("step-*.json"))
+    assert [path.name for path in (out / "store").glob("step-*.json")] == ["step-00000004.json"]
+
+
+def test_a_run_made_in_place_goes_on_after_a_stop_and_starts_over_after_a_crash(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, plain = tmp_path / "run", tmp_path / "plain"
+    flags = ("--max-steps", "6", "--states", "disk", "--weights", "disk", "--save-total-limit", "0")
+    assert run(arguments(model, data, plain, *flags)) == 0
+    step = training_run._Run._step
+
+    def then(happens: Callable[[], None]) -> None:
+        def stepped(self: Any, *given: Any) -> None:
+            step(self, *given)
+            if self._progress.step == 3:
+                happens()
+
+        monkeypatch.setattr(training_run._Run, "_step", stepped)
+
+    then(lambda: signal.raise_signal(signal.SIGTERM))
+    assert run(arguments(model, data, out, *flags)) == 130
+    assert "the same command goes on from there" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.undo()
+    assert run(arguments(model, data, out, *flags)) == 0
+    assert losses(out) == losses(plain)
+    ours, theirs = load_file(out / "model" / "model.safetensors"), load_file(plain / "model" / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    def crash() -> None:
+        raise ZeroDivisionError
+
+    crashed = arguments(model, data, tmp_path / "crashed", *flags)
+    then(crash)
+    with pytest.raises(ZeroDivisionError):
+        run(crashed)
+    monkeypatch.undo()
+    capsys.readouterr()
+    assert run(crashed) == 0
+    assert "3 steps" in capsys.readouterr().err
+    assert losses(tmp_path / "crashed") == losses(plain)
 
 
 def test_a_run_that_is_killed_while_it_writes_its_model_writes_it_the_next_time(
@@ -613,7 +652,8 @@ def test_what_was_written_counts_also_after_the_run_was_renamed(model: Path, dat
 def test_a_run_without_saved_points_does_not_say_that_it_can_go_on(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--states", "disk", "--save-total-limit", "0", "--max-steps", "30", "--max-writes", "2MB")
+    flags = ("--states", "host", "--weights", "host", "--activations", "recompute", "--disk-memory", "1MB")
+    flags = (*flags, "--max-steps", "30", "--save-steps", "1", "--max-writes", "1MB")
     assert run(arguments(model, data, tmp_path / "run", *flags)) == 5
     said = " ".join(capsys.readouterr().err.split())
     assert "its optimizer states are not saved" in said and "which is saved" not in said

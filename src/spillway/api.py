@@ -302,15 +302,19 @@ def _refuse_unfinished(session: Session) -> None:
 
 def save_point(model: nn.Module) -> int:
     """Make the last finished step a saved point that `prepare(..., resume=True)` goes on from, wherever states rest.
-    (Where all of them rest on disk every step is one by itself.) Returns the step. Raises UsageError without a store,
-    DiskError when it cannot be written; the point before it is intact then."""
+    (Where all of them rest on disk every step is one by itself.) Where steps are made in place it lasts until the next
+    step: save one before the model is closed. Returns the step. Raises UsageError without a store, DiskError when it
+    cannot be written; the point before it, if it stays, is intact then."""
     parts = prepared(model)
     if parts.points.directory is None:
         raise UsageError("there is no store to save to: pass store= to prepare")
-    if not parts.points.are_kept:
-        raise UsageError("this run keeps no saved points (the drives have no room for two copies, or keep= says so)")
     if not parts.session.engine.is_open:  # or closed, which this says
         raise UsageError("nothing was trained yet: there is no step to save")
+    if not parts.points.can_save(parts.session.store):
+        raise UsageError(
+            "this run saves no points: its drives have no room for what rests in memory (or keep= says so); "
+            "save_pretrained writes the model"
+        )
     parts.session.come_to_rest()
     _refuse_unfinished(parts.session)
     steps = 0 if parts.optimizer is None else parts.optimizer.num_steps

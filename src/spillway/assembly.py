@@ -143,7 +143,7 @@ def assemble(
         compute, geometry, place.device_memory, place.host_memory, place.disk_memory, origins.host_bytes
     )
     layouts = [unit.layout for unit in units]
-    request = replace(request, goes_on=bool(points.found))
+    request = replace(request, goes_on=bool(points.found) and not points.found[0].in_place)
     store = PlacedStore(layouts, geometry, budget, compute.allocate, compute.pin, points.found)
     planner = Planner(compute, units, geometry, budget, request, form)
     cores = psutil.cpu_count(logical=True) or 1
@@ -174,6 +174,7 @@ def _fill(opened: PlacedStore, plan: Plan, parts: Prepared) -> None:
     """Put the store's first content to rest: the saved point that is gone on from, or the weights of the model, whose
     files are closed then."""
     parts.points.keep_last = plan.placement.keep.last
+    opened.homes.before_overwrite = lambda: parts.points.before_overwrite(opened)
     if parts.points.found:
         with parts.reporter.counting("checking the saved point", parts.extent_bytes) as counter:
             parts.points.restore(opened, counter.advance)

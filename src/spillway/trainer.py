@@ -214,7 +214,8 @@ class TrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        if self._stream().points.are_kept:
+        parts = self._stream()
+        if parts.points.can_save(parts.session.store):
             save_point(self.model)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

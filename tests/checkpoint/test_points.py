@@ -22,7 +22,7 @@ from spillway.api import read_parameters
 from spillway.assembly import prepared
 from spillway.checkpoint import points as points_module
 from spillway.spec.errors import DamageError, DiskError, SpillwayError, StoreMoves, UsageError
-from spillway.spec.plan import NO_POINTS, KeepPoints
+from spillway.spec.plan import IN_PLACE, KeepPoints
 from spillway.store import move as move_module
 from spillway.store.disk import StripedDisk
 from spillway.store.manifest import Manifest, load_manifest, load_manifests, manifest_files, save_manifest
@@ -226,8 +226,57 @@ def test_a_read_that_fails_for_now_costs_no_saved_point(tmp_path: Path, monkeypa
 def test_saved_points_are_not_given_up_for_none(tmp_path: Path) -> None:
     Run(tmp_path).train(3).end()
     with pytest.raises(UsageError, match="holds step 3, and a run that keeps no saved points"):
-        Run(tmp_path, resume=True, keep=NO_POINTS)
+        Run(tmp_path, resume=True, keep=IN_PLACE)
     assert [step for step, _ in manifest_files(tmp_path)] == [3, 2]
+
+
+@pytest.mark.parametrize("before", ("disk", "host"))
+@pytest.mark.parametrize("after", ("disk", "host"))
+def test_a_run_made_in_place_goes_on_from_where_it_was_stopped(
+    tmp_path: Path, before: str, after: str, expected: dict[str, torch.Tensor]
+) -> None:
+    Run(tmp_path, states=before, weights="disk", keep=IN_PLACE).train(2).end()
+    size = (tmp_path / "spillway.data").stat().st_size
+    run = Run(tmp_path, states=after, weights="disk", keep=IN_PLACE, resume=True)
+    assert run.optimizer.num_steps == 2 and [step for step, _ in manifest_files(tmp_path)] == [2]
+    run.train(4)
+    prepared(run.model).session.come_to_rest()
+    assert not manifest_files(tmp_path), "what it names was overwritten"
+    run.end()
+    assert [step for step, _ in manifest_files(tmp_path)] == [4]
+    run = Run(tmp_path, states=before, weights="disk", keep=IN_PLACE, resume=True)
+    assert same(run.train(6).end(), expected)
+    assert (tmp_path / "spillway.data").stat().st_size == size
+
+
+def test_a_run_made_in_place_that_finds_room_keeps_points_from_then_on(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    Run(tmp_path, keep=IN_PLACE).train(2).end()
+    run = Run(tmp_path, resume=True).train(4)
+    prepared(run.model).session.come_to_rest()
+    assert [step for step, _ in manifest_files(tmp_path)] == [4, 3]
+    assert same(run.train(6).end(), expected)
+
+
+def test_a_run_made_in_place_that_fails_before_it_overwrites_anything_loses_nothing(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    Run(tmp_path, keep=IN_PLACE).train(2).end()
+    run = Run(tmp_path, keep=IN_PLACE, resume=True)
+    with pytest.raises(ZeroDivisionError):
+        raise_in_forward(run)
+    spillway.close(run.model)
+    assert [step for step, _ in manifest_files(tmp_path)] == [2]
+    assert same(Run(tmp_path, keep=IN_PLACE, resume=True).train(6).end(), expected)
+
+
+def raise_in_forward(run: Run) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with list(run.model.children())[-1].register_forward_pre_hook(fail):
+        models.loss_of(run.model(**run.batch(run.optimizer.num_steps)))
 
 
 def test_a_saved_point_of_another_model_is_passed_over(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:

@@ -259,7 +259,8 @@ def test_a_finished_run_without_saved_points_is_not_made_again(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train", str(model), str(data), "-o", str(tmp_path / "run"), "--max-steps", "2", "--max-length", "32"]
-    command += ["--device", "cpu", "--save-total-limit", "0"]
+    command += ["--device", "cpu", "--states", "host", "--weights", "host", "--activations", "recompute"]
+    command += ["--disk-memory", "1MB"]
     assert run(command) == 0
     assert run(command) == 2
     assert "it cannot be resumed" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.jsonable import from_json, to_json
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import NO_POINTS, KeepPoints, Kept, Plan
+from spillway.spec.plan import IN_PLACE, KeepPoints, Kept, Plan
 
 
 @settings(max_examples=examples(50), deadline=None)
@@ -191,7 +191,7 @@ def test_as_many_points_are_kept_as_the_drives_have_room_for() -> None:
 
 def test_what_the_drives_have_no_room_for_rests_in_memory_and_on_the_device() -> None:
     model = profiles.chain(8)
-    request = PlanRequest(activations="recompute", keep=NO_POINTS)
+    request = PlanRequest(activations="recompute", keep=IN_PLACE)
     state = sum(unit.weight_bytes + unit.state_bytes for unit in model.units)
     for device, host, disk in ((0.3, 0.9, 0.4), (0.8, 0.6, 0.4), (0.3, 1.5, 0.02)):
         working = 6 * max(unit.weight_bytes + unit.state_bytes for unit in model.units)

@@ -21,7 +21,7 @@ from spillway.planning.question import asked, with_drives
 from spillway.report.progress import Reporter
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
-from spillway.spec.plan import NO_POINTS
+from spillway.spec.plan import IN_PLACE
 
 
 @pytest.fixture
@@ -383,7 +383,7 @@ def test_a_model_that_the_drives_barely_hold_is_updated_in_large_parts() -> None
     options = TrainOptions("gpt-135b", (), "", (".",), max_length=1024, max_steps=1, per_device_train_batch_size=1)
     question = ask_machine(options, "rtx4080+990pro+64GB", Reporter())
     plan = question.plan(question.machine, question.profile())
-    assert plan.placement.keep == NO_POINTS
+    assert plan.placement.keep == IN_PLACE
     assert len(plan.ops) < 50_000  # two million with the smallest parts
 
 

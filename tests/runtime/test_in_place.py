@@ -12,7 +12,7 @@ import reference
 import spillway
 from spillway.api import close, read_parameters, save_point
 from spillway.assembly import prepared
-from spillway.spec.plan import NO_POINTS, UPDATE_MODES
+from spillway.spec.plan import IN_PLACE, UPDATE_MODES, KeepPoints
 
 LR = 1e-3
 
@@ -28,7 +28,7 @@ def test_they_equal_plain_pytorch(update: str, weights: str, tmp_path: Path) -> 
         update=update,
         weights=weights,
         states="disk",
-        keep=NO_POINTS,
+        keep=IN_PLACE,
     )
     batches = [[models.batch("llama", number)] for number in range(6)]
     for (batch,) in batches:
@@ -47,7 +47,7 @@ def test_they_equal_plain_pytorch(update: str, weights: str, tmp_path: Path) -> 
 def test_a_step_that_is_not_finite_leaves_them_as_they_are(tmp_path: Path) -> None:
     model, optimizer = spillway.prepare(
         models.llama(), spillway.AdamW(lr=LR), store=tmp_path, device="cpu", weights="disk", states="disk",
-        update="overlap", keep=NO_POINTS,
+        update="overlap", keep=IN_PLACE,
     )  # fmt: skip
     for number in range(5):
         model(**models.batch("llama", number)).loss.backward()
@@ -61,13 +61,13 @@ def test_a_step_that_is_not_finite_leaves_them_as_they_are(tmp_path: Path) -> No
     close(model)
 
 
-def test_there_is_no_point_to_save_and_none_to_resume(tmp_path: Path) -> None:
+def test_where_memory_has_no_place_on_disk_there_is_no_point_to_save_and_none_to_resume(tmp_path: Path) -> None:
     model, optimizer = spillway.prepare(
-        models.llama(), spillway.AdamW(lr=LR), store=tmp_path, device="cpu", states="disk", keep=NO_POINTS
+        models.llama(), spillway.AdamW(lr=LR), store=tmp_path, device="cpu", states="host", keep=KeepPoints(0, False)
     )
     model(**models.batch("llama", 0)).loss.backward()
     optimizer.step()
-    with pytest.raises(spillway.UsageError, match="no saved points"):
+    with pytest.raises(spillway.UsageError, match="this run saves no points"):
         save_point(model)
     close(model)
     again, _ = spillway.prepare(models.llama(), store=tmp_path, device="cpu", resume=True)

@@ -12,7 +12,7 @@ from spillway.checkpoint import generators
 from spillway.checkpoint.saved import SavedPoint, compare, expected_checks
 from spillway.checkpoint.usable import fingerprint, usable
 from spillway.model.units import Unit
-from spillway.spec.errors import DamageError, DiskError, UsageError
+from spillway.spec.errors import DamageError, DiskError, UsageError, required
 from spillway.spec.sizes import PAGE, align
 from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Geometry, check_lengths
@@ -39,7 +39,8 @@ class SavedPoints:
     """Commits the state of training to the manifests of a store, and restores it.
 
     Where every trained unit rests on disk each step is a saved point and costs nothing but a sync. Where states rest in
-    host memory a saved point is written when `save` is called.
+    host memory a saved point is written when `save` is called. Where steps are made in place so is it, and it lasts
+    until the next step overwrites what it names.
     """
 
     directory: Path | None
@@ -61,8 +62,12 @@ class SavedPoints:
 
     @property
     def are_kept(self) -> bool:
-        """Whether there are any: not without a store, nor where the drives have no room for two copies."""
+        """Whether they stay: not without a store, nor where the drives have no room for two copies."""
         return self.directory is not None and self.keep_last > 0
+
+    def can_save(self, store: PlacedStore) -> bool:
+        """Whether there is a place on disk for everything that a saved point names."""
+        return self.directory is not None and all(home.extents for home in store.homes.units)
 
     @property
     def step(self) -> int:
@@ -100,7 +105,7 @@ class SavedPoints:
                 f"{self.directory} holds a run of another model, with another optimizer (its kind, moments or master "
                 f"bits) or with other parameters frozen: choose another store, or give those again"
             )
-        if not self.keep_last:
+        if not (self.keep_last or own.points[0].in_place):
             raise UsageError(
                 f"{self.directory} holds step {own.points[0].step}, and a run that keeps no saved points (a limit of "
                 f"0) would lose it: keep one, or start another run from an export of this one"
@@ -159,17 +164,18 @@ class SavedPoints:
 
     def num_unwritten_bytes(self, store: PlacedStore, step: int) -> int:
         """What `save` would write of this step."""
-        return num_resting_bytes(store.homes.units) if self._is_new(step) else 0
+        return num_resting_bytes(store.homes.units) if self._is_new(store, step) else 0
 
-    def _is_new(self, step: int) -> bool:
-        return self.are_kept and step != self.saved_step
+    def _is_new(self, store: PlacedStore, step: int) -> bool:
+        return self.can_save(store) and step != self.saved_step
 
     def save_behind(self, store: PlacedStore, step: int, progress: Callable[[int], None] = _untold) -> None:
         """As `save`, but written while the next step runs; committed by that step's end, or by `settle`."""
         self.settle(store)
-        if not self._is_new(step):
+        if not self._is_new(store, step):
             return
         homes = store.homes
+        self.before_overwrite(store)
         try:
             places = homes.place_snapshot()
         except BaseException:
@@ -207,8 +213,20 @@ class SavedPoints:
         if pending is not None:
             pending.snapshot.stop()
 
+    def before_overwrite(self, store: PlacedStore) -> None:
+        """Where steps are made in place: nothing names what is on disk any more, durably, when this returns."""
+        if self.keep_last or not self.found:
+            return
+        self.on_commit(0)
+        drop_manifests(required(self.directory, "a saved point lies in a directory"), set())
+        self.found, self.saved_step = (), 0
+        for home in store.homes.units:
+            home.saved = ()
+
     def every_step(self, store: PlacedStore) -> bool:
-        """Whether nothing that training changes rests in memory only."""
+        """Whether each step is a saved point: nothing that training changes rests in memory only, or is overwritten."""
+        if not self.are_kept:
+            return False
         trained = [home for home in store.homes.units if home.layout.num_trainable]
         return all(home.where.states == "disk" for home in trained)
 
@@ -223,7 +241,7 @@ class SavedPoints:
                 break
             except DamageError as error:
                 self._step_over(error)
-        self.found = self.found[: self.keep_last]
+        self.found = self.found[: self._num_kept]
         self.on_commit(self.saved_step)  # an older one, where the newest was damaged: said before that one goes
         if self.directory is not None:
             # Those that will not be kept: from now on their extents are written to.
@@ -267,14 +285,18 @@ class SavedPoints:
         self.run = dict(found[0].run)
         self.saved_step = found[0].step
 
+    @property
+    def _num_kept(self) -> int:
+        """One where steps are made in place, for as long as it lasts."""
+        return max(self.keep_last, 1)
+
     def _describe(self, step: int) -> "_Point":
         """What the present state is, apart from what the extents hold."""
         buffers = {name: to_text(tensor) for name, tensor in self.buffers().items()}
         return _Point(step, generators.states(), {**self.run, **self.at_step()}, buffers)
 
     def _commit(self, store: PlacedStore, point: "_Point", states: tuple["_State", ...]) -> None:
-        if self.directory is None or not self.are_kept:
-            return
+        directory = required(self.directory, "a saved point lies in a directory")
         units = tuple(
             UnitRecord(
                 unit.name,
@@ -294,11 +316,12 @@ class SavedPoints:
             point.rng,
             {**point.run, **self.at_commit()},
             point.buffers,
+            in_place=not self.keep_last,
         )
-        save_manifest(self.directory, manifest, self.keep_last)
-        self.found = (manifest, *self.found)[: self.keep_last]
+        save_manifest(directory, manifest, self._num_kept)
+        self.found = (manifest, *self.found)[: self._num_kept]
         for home, held in zip(store.homes.units, states, strict=True):
-            home.saved = (held.extent, *home.saved)[: self.keep_last]
+            home.saved = (held.extent, *home.saved)[: self._num_kept]
         self.saved_step = point.step
         self.on_commit(point.step)
 

@@ -47,11 +47,11 @@ def residents(model: ModelProfile, placement: Placement, unit: int) -> Residents
 def extents_of_units(placement: Placement) -> tuple[int, ...]:
     """Copies of each unit on disk. Those of the saved points that are kept and the one being written, where each step
     is a saved point. Where states also rest in host memory, saved points lie further apart and the step goes on writing
-    beside the one that the next saved point will name: one more. A unit that is not trained never changes. Where no
-    points are saved there is one copy, of what rests on disk."""
+    beside the one that the next saved point will name: one more. A unit that is not trained never changes. Where
+    steps are made in place there is one copy, of what rests on disk at least."""
     keep = placement.keep
     if not keep.last:
-        return tuple(int("disk" in (where.weights, where.states)) for where in placement.units)
+        return tuple(int(keep.of_memory or "disk" in (where.weights, where.states)) for where in placement.units)
     different = {id(where): where for where in placement.units}.values()
     any_on_disk = any("disk" in (where.weights, where.states) for where in different)
     if all(where.states in ("disk", "none") for where in different):

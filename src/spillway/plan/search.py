@@ -25,7 +25,7 @@ from spillway.plan.variants import Variants
 from spillway.spec.errors import PlanInfeasible, UsageError, required
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import NO_POINTS, KeepPoints, Placement, Plan
+from spillway.spec.plan import IN_PLACE, KeepPoints, Placement, Plan
 from spillway.spec.sizes import counted, format_size
 
 # Operations that are simulated before the best plan so far has to do: some seconds of them.
@@ -97,14 +97,18 @@ def _uncollected() -> Iterator[None]:
 
 def _with_fewer_points(request: PlanRequest) -> Iterator[PlanRequest]:
     """As asked for; and where the drives have no room for that, with fewer and fewer saved points, in the end with
-    steps made in place: not once a run has a point."""
+    steps made in place: not once a run has a point that must stay."""
     yield request
     if not request.has_store or request.fixed is not None:
         return
     for last in range(request.keep.last - 1, 0, -1):
         yield replace(request, keep=replace(request.keep, last=last))
-    if request.keep.last and not request.goes_on:
-        yield replace(request, keep=NO_POINTS)
+    if request.goes_on:
+        return
+    if request.keep.last:
+        yield replace(request, keep=IN_PLACE)
+    if request.keep.last or request.keep.of_memory:
+        yield replace(request, keep=replace(IN_PLACE, of_memory=False))
 
 
 def _on_fewer(keep: KeepPoints) -> list[str]:
@@ -484,9 +488,11 @@ def _notes(model: ModelProfile, candidate: Candidate, request: PlanRequest) -> t
     notes = []
     placement = candidate.placement
     if request.has_store and not placement.keep.last:
+        may_stop = placement.keep.of_memory or all(where.states in ("disk", "none") for where in placement.units)
+        stopped = "a run that is stopped goes on, and a crash" if may_stop else "a stop or a crash"
         notes.append(
             "no saved points, the drives hold one copy that each step overwrites: the model is written every "
-            "--save-steps, and a crash loses the optimizer states"
+            f"--save-steps, {stopped} loses the optimizer states"
         )
     elif request.has_store and any(where.states in ("host", "device") for where in placement.units):
         notes.append("some optimizer states rest in memory: saved points are --save-steps apart")

@@ -193,7 +193,7 @@ class Question:
             states=options.states,
             clip=self.settings().waits_for_norm(_dtype(options, self.own) is torch.float16),
             has_store=machine.disk_bytes > 0,
-            keep=KeepPoints(options.save_total_limit, options.save_total_limit > 0),
+            keep=KeepPoints(options.save_total_limit),
             activations=options.activations,
             policy=options.policy,
             streams=options.streams,

@@ -357,6 +357,7 @@ class LaneWorker:
         if self._skips(op):
             return
         if home.in_place:
+            self._homes.before_overwrite()
             self.step.late_in_place |= op.late
             self.step.in_place |= not op.late
         moves = SlabRange(home, op.start, op.stop).writes(self._buffer(op.source))

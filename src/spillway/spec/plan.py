@@ -110,15 +110,16 @@ ON_THE_DEVICE = UnitPlacement("device", "device", "device")
 
 @dataclass(frozen=True, slots=True)
 class KeepPoints:
-    """Saved points: how many stay, and whether they are asked for where states rest in memory. With none, steps are
-    made in place: that takes half the disk, and a crash loses what was trained."""
+    """Saved points: how many stay, and whether there is room on disk also for units that rest in memory. With none,
+    steps are made in place: that takes half the disk, a crash loses what was trained, and only a run that is stopped
+    can be gone on with, if `of_memory` or nothing rests in memory."""
 
     last: int = 1
-    of_memory: bool = True  # extents on disk for units that rest in host memory too
+    of_memory: bool = True
 
 
 LAST_POINT = KeepPoints()
-NO_POINTS = KeepPoints(0, False)
+IN_PLACE = KeepPoints(0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,6 +204,8 @@ class Homes:
         self.own_engine = DiskEngine()
         # Called before a unit's state in memory changes; a saved point may still be written from it.
         self.before_change: Callable[[int], None] = _nothing_waits
+        # Called before the only copy on disk of a unit is overwritten; a saved point may name it.
+        self.before_overwrite: Callable[[], None] = _nothing_names_it
 
     @property
     def bytes_beside_arena(self) -> int:
@@ -331,3 +333,7 @@ class Homes:
 
 def _nothing_waits(unit: int) -> None:
     """No saved point is being written."""
+
+
+def _nothing_names_it() -> None:
+    """There is no saved point."""

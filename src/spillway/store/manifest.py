@@ -17,7 +17,7 @@ from spillway.spec.errors import DiskError
 from spillway.spec.jsonable import from_json, to_json
 from spillway.store.disk import Geometry
 
-VERSION = 5
+VERSION = 6
 _NAME = re.compile(r"step-(\d{8,})\.json")
 
 
@@ -43,6 +43,7 @@ class Manifest:
     rng: dict[str, str] = field(default_factory=dict)  # generator -> its state as text
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
     buffers: dict[str, str] = field(default_factory=dict)  # persistent buffers by name, base 64 of their bytes
+    in_place: bool = False  # the run has one copy of its state: going on from there overwrites this point
 
 
 def save_manifest(directory: Path, manifest: Manifest, keep_last: int = 1) -> None:

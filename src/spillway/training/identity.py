@@ -85,8 +85,9 @@ def _refuse_lost_store(directory: Path, store: Path, reporter: Reporter) -> None
     finish_save(model_in(directory))
     if steps and (model_in(directory) / "config.json").exists():
         raise UsageError(
-            f"{model_in(directory)} is the result of {steps} steps run without saved points (--save-total-limit 0), so "
-            f"it cannot be resumed: to start over choose another --output-dir, or remove this one"
+            f"{model_in(directory)} is the result of {steps} steps whose optimizer states were not saved (there was no "
+            f"room for them, or it ended amid a step made in place), so it cannot be resumed: to start over choose "
+            f"another --output-dir, or remove this one"
         )
     if steps:
         reporter.say(f"warning: the {steps} steps in {directory} were never saved: starting over")

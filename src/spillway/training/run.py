@@ -111,7 +111,7 @@ class _Run:
             raise
         finally:
             metrics.close()
-        if self._points.are_kept or stop.asked or progress.step < training.total:
+        if self._can_save or stop.asked or progress.step < training.total:
             self._save()
         if stop.asked:
             raise self._interrupted()
@@ -127,7 +127,7 @@ class _Run:
 
     def _interrupted(self) -> Interrupted:
         where = f"interrupted after step {self._progress.step} of {self._training.total}"
-        if self._points.are_kept:
+        if self._can_save:
             return Interrupted(f"{where}, which is saved: the same command goes on from there")
         return Interrupted(
             f"{where}: the model as it is then is in {self._training.output}; its optimizer states are not saved"
@@ -240,13 +240,18 @@ class _Run:
         paths, written = max(self._telling.written_to_drives().items(), key=lambda item: item[1])
         where = f"stopped after step {self._progress.step} of {self._training.total}"
         why = f"this run has written {format_size(written)} to {paths}, all that --max-writes allows"
-        if self._points.are_kept:
+        if self._can_save:
             return DiskError(f"{where}, which is saved: {why}; raise it and the same command goes on")
         return DiskError(
             f"{where}: {why}; the model as it is then is in {self._training.output}, its optimizer states are not saved"
         )
 
     # What is kept #
+
+    @property
+    def _can_save(self) -> bool:
+        """Whether the end of a step can be a saved point, if only until the next one begins."""
+        return self._points.can_save(self._training.session.store)
 
     def _save_behind(self) -> None:
         """A saved point of this step, written while the next one runs."""
@@ -259,7 +264,7 @@ class _Run:
     def _save(self) -> None:
         if self._progress.step == 0:
             return
-        if self._points.are_kept:
+        if self._can_save:
             self._training.session.come_to_rest()
             write_point(self._training.parts, self._progress.step)
         else:

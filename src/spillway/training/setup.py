@@ -206,7 +206,7 @@ def _prepare(
             settings_of(options),
             store=stores,
             resume=resume,
-            keep=KeepPoints(options.save_total_limit, options.save_total_limit > 0),
+            keep=KeepPoints(options.save_total_limit),
             **options.placement(),
         )
     extra = prepared(model).origins.unexpected
