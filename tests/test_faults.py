@@ -7,6 +7,7 @@ import pytest
 
 import directories
 import killing
+from spillway.store.manifest import load_manifest
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,23 @@ def test_a_store_path_that_is_gone_is_named_when_the_run_goes_on(inputs: tuple[P
     (run / "store" / "spillway.data").unlink()
     code, message = train(inputs, run, "none:0:0")
     assert code == 5 and "spillway.data, a part of the saved run, is missing" in message
+
+
+def test_a_drive_that_others_fill_meanwhile_stops_nothing_before_the_model_is_written(
+    inputs: tuple[Path, Path], tmp_path: Path, expected: Path
+) -> None:
+    run = tmp_path / "run"
+    code, said = train(inputs, run, "full:100:1")
+    assert code == 5, said
+    assert f"warning: {run}/metrics.jsonl cannot be written (No space left on device)" in said
+    assert f"the model cannot be written to {run}/model: No space left on device" in said and "Traceback" not in said
+    point = load_manifest(run / "store")
+    assert point is not None and point.step == 6, "every step was made and saved"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) < 6
+    assert killing.finish(killing.start(command(inputs, run))) == 0
+    (lines, ours), (all_lines, theirs) = killing.outcome(run), killing.outcome(expected)
+    assert killing.same(([], ours), ([], theirs))
+    assert set(lines) < set(all_lines) and lines[-1] == all_lines[-1], "lines that found no room are not there"
 
 
 def test_nothing_is_allocated_on_the_drives_once_training_has_begun(inputs: tuple[Path, Path], tmp_path: Path) -> None:

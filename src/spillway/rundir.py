@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from spillway.durable import write_whole
+from spillway.durable import write_number, write_whole
 from spillway.report.metrics import read_metrics
 from spillway.spec.errors import UsageError
 from spillway.spec.options import TrainOptions
@@ -86,7 +86,7 @@ def is_free(run: Path) -> bool:
 
 def note_saved(run: Path, step: int) -> None:
     """Remember in the run directory that a saved point was made, wherever its store is."""
-    write_whole(run / SAVED_STEP, f"{step}\n")
+    write_number(run / SAVED_STEP, step)
 
 
 def saved_step(run: Path) -> int:
@@ -96,7 +96,7 @@ def saved_step(run: Path) -> int:
 
 def note_written(run: Path, step: int) -> None:
     """Remember that the trained model is whole, and of which step."""
-    write_whole(run / _WRITTEN_STEP, f"{step}\n")
+    write_number(run / _WRITTEN_STEP, step)
 
 
 def written_step(run: Path) -> int:

@@ -12,6 +12,7 @@ from spillway.store.manifest import (
     load_manifest,
     load_manifests,
     manifest_files,
+    reserve_manifests,
     save_manifest,
 )
 
@@ -26,10 +27,29 @@ def test_a_manifest_survives_and_is_replaced_whole(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["step-00000003.json"]
 
 
+def test_a_manifest_takes_the_room_of_the_one_that_it_supersedes(tmp_path: Path) -> None:
+    reserve_manifests(tmp_path, MANIFEST, keep_last=2)
+    reserved = {file.stat().st_ino for file in tmp_path.iterdir()}
+    for step in range(1, 6):
+        save_manifest(tmp_path, dataclasses.replace(MANIFEST, step=step), keep_last=2)
+        assert {file.stat().st_ino for file in tmp_path.iterdir()} == reserved
+    assert [point.step for point in load_manifests(tmp_path)[0]] == [5, 4]
+    large = dataclasses.replace(MANIFEST, step=6, run={"position": "x" * 10_000})
+    save_manifest(tmp_path, large, keep_last=2)
+    assert load_manifest(tmp_path) == large
+
+
+def test_a_manifest_under_the_name_of_another_step_is_not_used(tmp_path: Path) -> None:
+    save_manifest(tmp_path, MANIFEST)
+    (tmp_path / "step-00000003.json").rename(tmp_path / "step-00000002.json")
+    with pytest.raises(DiskError, match=r"step-00000002.json is damaged: it holds step 3"):
+        load_manifest(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: text[:-20], "is damaged"),
+        (lambda text: text.rstrip()[:-20], "is damaged"),
         (lambda text: text.replace('"step": 3', '"step": 4'), "its checksum does not match"),
         (lambda text: json.dumps({**json.loads(text), "version": 9}), "is of version 9"),
     ],

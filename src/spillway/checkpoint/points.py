@@ -22,6 +22,7 @@ from spillway.store.manifest import (
     UnitRecord,
     drop_manifests,
     load_manifests,
+    reserve_manifests,
     save_manifest,
 )
 from spillway.store.placed import PlacedStore
@@ -132,9 +133,12 @@ class SavedPoints:
 
     def begin(self, store: PlacedStore) -> None:
         """The weights are at rest for the first time: no manifest names them yet, but no step may overwrite them
-        before one does."""
+        before one does. Raises DiskError where there is no room for one."""
         for home in store.homes.units:
             home.saved = (home.current,) if home.extents and self.keep_last else ()
+        if self.directory is not None and self.can_save(store):
+            first = self._manifest(store, self._describe(0), _current(store))
+            reserve_manifests(self.directory, first, self._num_kept)
 
     def after_step(self, store: PlacedStore, step: int) -> None:
         """Commit, where every step is a saved point; finish the one that was written during this step."""
@@ -246,6 +250,7 @@ class SavedPoints:
         if self.directory is not None:
             # Those that will not be kept: from now on their extents are written to.
             drop_manifests(self.directory, {point.step for point in self.found})
+            reserve_manifests(self.directory, self.found[0], self._num_kept)
         for index, home in enumerate(store.homes.units):
             home.saved = tuple(_extent_of(home, point.units[index]) for point in self.found)
             _copy_frozen(store, index)
@@ -295,8 +300,7 @@ class SavedPoints:
         buffers = {name: to_text(tensor) for name, tensor in self.buffers().items()}
         return _Point(step, generators.states(), {**self.run, **self.at_step()}, buffers)
 
-    def _commit(self, store: PlacedStore, point: "_Point", states: tuple["_State", ...]) -> None:
-        directory = required(self.directory, "a saved point lies in a directory")
+    def _manifest(self, store: PlacedStore, point: "_Point", states: tuple["_State", ...]) -> Manifest:
         units = tuple(
             UnitRecord(
                 unit.name,
@@ -308,7 +312,7 @@ class SavedPoints:
             for unit, home, held in zip(self.units, store.homes.units, states, strict=True)
         )
         geometry = store.homes.need_disk().geometry
-        manifest = Manifest(
+        return Manifest(
             point.step,
             units,
             geometry,
@@ -318,6 +322,10 @@ class SavedPoints:
             point.buffers,
             in_place=not self.keep_last,
         )
+
+    def _commit(self, store: PlacedStore, point: "_Point", states: tuple["_State", ...]) -> None:
+        directory = required(self.directory, "a saved point lies in a directory")
+        manifest = self._manifest(store, point, states)
         save_manifest(directory, manifest, self._num_kept)
         self.found = (manifest, *self.found)[: self._num_kept]
         for home, held in zip(store.homes.units, states, strict=True):

@@ -1,6 +1,7 @@
 """metrics.jsonl: a line per optimizer step."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +46,22 @@ class MetricsFile:
         if last is not None and (not kept or _step_of(kept[-1]) < first_step):
             kept.append(json.dumps({"step": first_step, **last}))
         write_whole(path, "".join(line + "\n" for line in kept))
-        self._file = open(path, "a")  # noqa: SIM115 - closed by close()
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._pending = b""  # lines that there was no room for
 
-    def add(self, metrics: StepMetrics) -> None:
-        """Write one line and let it reach the system."""
-        self._file.write(json.dumps(to_json(metrics)) + "\n")
-        self._file.flush()
+    def add(self, metrics: StepMetrics) -> OSError | None:
+        """Write one line and let it reach the system. What went wrong, where something did: the line is written with
+        the next one then, for training does not end for want of it."""
+        self._pending += (json.dumps(to_json(metrics)) + "\n").encode()
+        whole, left = os.fstat(self._file.fileno()).st_size, self._pending
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), whole)
+            return error
+        self._pending = b""
+        return None
 
     def close(self) -> None:
         """Close the file."""

@@ -1,24 +1,27 @@
 """What is committed: one small checksummed file per saved point, each written atomically.
 
-Format (JSON): {"version", "checksum" (SHA-256 of the canonical body), "body": Manifest}. Written to a temporary file,
-synced, renamed, and the directory synced, after the data it names was synced; so it always names whole extents. The
-file with the highest step is the newest saved point.
+Format (JSON): {"version", "checksum" (SHA-256 of the canonical body), "body": Manifest}. Written to a spare file, which
+is synced, renamed, and the directory synced, after the data it names was synced; so it always names whole extents. The
+file with the highest step is the newest saved point. One that is superseded becomes the spare file: a drive that others
+have filled meanwhile has room for the next all the same.
 """
 
 import hashlib
 import json
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spillway.durable import sync_directory, write_whole
+from spillway.durable import reserve_spare, sync_directory, write_into
 from spillway.spec.errors import DiskError
 from spillway.spec.jsonable import from_json, to_json
 from spillway.store.disk import Geometry
 
 VERSION = 6
 _NAME = re.compile(r"step-(\d{8,})\.json")
+_SPARE = "step.{}.spare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +52,26 @@ class Manifest:
 def save_manifest(directory: Path, manifest: Manifest, keep_last: int = 1) -> None:
     """Write the manifest atomically and durably, then remove all but the last `keep_last`, and any of a
     later step."""
-    body = to_json(manifest)
-    content = json.dumps({"version": VERSION, "checksum": _checksum(body), "body": body})
     path = directory / file_name(manifest.step)
     try:
-        write_whole(path, content)
+        write_into(_spare(directory), path, _text(manifest))
         files = manifest_files(directory)
         # Later ones were found damaged: training went on from before them.
         later = [file for step, file in files if step > manifest.step]
-        for old in later + [file for step, file in files if step <= manifest.step][keep_last:]:
-            old.unlink(missing_ok=True)
+        _remove(later + [file for step, file in files if step <= manifest.step][keep_last:])
     except OSError as error:
         raise DiskError(f"{path} cannot be written: {error.strerror}; the saved point before it is intact") from error
+
+
+def reserve_manifests(directory: Path, like: Manifest, keep_last: int = 1) -> None:
+    """Take the room on the drive for as many as are kept and the one that is being written, if they are like this one.
+    Raises DiskError."""
+    num_bytes = len(_text(like))
+    try:
+        for number in range(keep_last + 1 - len(manifest_files(directory))):
+            reserve_spare(directory / _SPARE.format(number), num_bytes)
+    except OSError as error:
+        raise DiskError(f"there is no room for saved points in {directory}: {error.strerror}") from error
 
 
 def file_name(step: int) -> str:
@@ -71,10 +82,22 @@ def file_name(step: int) -> str:
 def drop_manifests(directory: Path, kept: set[int]) -> None:
     """Remove the saved points of other steps, durably: what they name may be overwritten afterwards."""
     others = [file for step, file in manifest_files(directory) if step not in kept]
-    for file in others:
-        file.unlink(missing_ok=True)
     if others:
+        _remove(others)
         sync_directory(directory)
+
+
+def _remove(files: list[Path]) -> None:
+    """Of saved points that are of no more use; the room of one is kept."""
+    for file in files[:-1]:
+        file.unlink(missing_ok=True)
+    for file in files[-1:]:
+        os.replace(file, file.with_name(_SPARE.format(file.stem)))
+
+
+def _spare(directory: Path) -> Path:
+    """One of the files with room, or a new one."""
+    return min(directory.glob(_SPARE.format("*")), default=directory / _SPARE.format(0))
 
 
 def manifest_files(directory: Path) -> list[tuple[int, Path]]:
@@ -113,6 +136,7 @@ def _read(path: Path) -> Manifest | str:
     """What it holds, or why that is of no use."""
     try:
         text = path.read_bytes()
+        path.stat()  # a run that goes on may be writing the next one over it
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -129,7 +153,15 @@ def _read(path: Path) -> Manifest | str:
         )
     if checksum != _checksum(body):
         return f"{path} is damaged: its checksum does not match; restore it or start a new run"
-    return from_json(Manifest, body)
+    found = from_json(Manifest, body)
+    if path.name != file_name(found.step):
+        return f"{path} is damaged: it holds step {found.step}; restore it or start a new run"
+    return found
+
+
+def _text(manifest: Manifest) -> str:
+    body = to_json(manifest)
+    return json.dumps({"version": VERSION, "checksum": _checksum(body), "body": body})
 
 
 def _checksum(body: object) -> str:

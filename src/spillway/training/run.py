@@ -118,11 +118,11 @@ class _Run:
         if progress.step < training.total:
             raise self._written_enough()
         stop.waits = False  # what follows can be done again
-        self._telling.write_trace()
         self._reporter.say(f"writing the model to {training.output}")
         save_pretrained(training.model, training.output)
         self._telling.note_model()
         note_written(training.directory, progress.step)
+        self._telling.write_trace()
         return self._telling.summarize()
 
     def _interrupted(self) -> Interrupted:

@@ -22,7 +22,7 @@ from spillway.report.chrome import write_chrome_trace
 from spillway.report.metrics import MetricsFile, StepMetrics, sum_lanes
 from spillway.report.progress import Reporter
 from spillway.report.tables import RunSummary, print_plan, print_summary
-from spillway.rundir import with_whole_paths
+from spillway.rundir import METRICS, with_whole_paths
 from spillway.spec.hardware import HardwareSpec
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
@@ -54,6 +54,7 @@ class Telling:
         self._models: Counter[str] = Counter()  # bytes, by run directory
         self._refined_step = 0.0  # seconds, with the rates of the first steps
         self._telling_steps: deque[tuple[tuple[Op, ...], tuple[Pool, ...], Trace]] = deque(maxlen=_TELLING)
+        self._told_full = False  # that metrics.jsonl finds no room
         peaks = training.plan.peaks
         # The plan's peak is a promise; this is what runs here take of it.
         self._expected_peaks = replace(peaks, host=max(peaks.host + host_extra(training.stores, self._kind), 0))
@@ -95,7 +96,7 @@ class Telling:
         """Add the line of the step that has just ended."""
         result = self._training.optimizer.last_result
         busy, moved = sum_lanes(result.traces)
-        metrics.add(
+        problem = metrics.add(
             StepMetrics(
                 self._progress.step,
                 position.epoch,
@@ -114,6 +115,10 @@ class Telling:
                 self._training.total,
             )
         )
+        if problem is not None and not self._told_full:
+            file = self._training.directory / METRICS
+            self._reporter.say(f"warning: {file} cannot be written ({problem.strerror}): its lines wait for room")
+        self._told_full = problem is not None
 
     def look(self) -> None:
         """A step has just ended, and nothing was done since. If it was one as the plan for its batch has it, keep what
