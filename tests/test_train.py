@@ -510,6 +510,21 @@ def test_a_run_that_is_killed_while_it_writes_its_model_writes_it_the_next_time(
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_run_that_was_moved_with_all_its_drives_is_checked_where_they_are_now(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    before, now = tmp_path / "before", tmp_path / "now"
+    before.mkdir()
+    stores = [flag for name in ("a", "b") for flag in ("--store", str(before / "run" / name))]
+    assert run(arguments(model, data, before / "run", "--max-steps", "2", *stores)) == 0
+    before.rename(now)
+    assert run(["verify", str(now / "run")]) == 0
+    assert run(["export", str(now / "run"), str(tmp_path / "exported")]) == 0
+    whole = load_file(now / "run" / "model" / "model.safetensors")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(exported[name], whole[name]) for name in whole)
+
+
 def test_a_run_that_was_renamed_finds_its_store(model: Path, data: Path, tmp_path: Path) -> None:
     out, store = tmp_path / "run", ("--store", str(tmp_path / "fast"))
     assert run(arguments(model, data, out, "--max-steps", "2", *store)) == 0

@@ -10,7 +10,7 @@ from spillway.checkpoint.usable import usable
 from spillway.integrations.huggingface import CAUSAL_LM
 from spillway.model.units import Unit, find_units
 from spillway.optim.config import settings_of, state_format
-from spillway.rundir import read_options, where_saved
+from spillway.rundir import read_options, stores_of_last_time, where_saved
 from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.options import TrainOptions
 from spillway.store.manifest import Manifest, manifest_files
@@ -39,11 +39,21 @@ def open_run(run: Path) -> SavedRun:
     found = usable(directory, units)
     if not found.points:
         raise DiskError(f"{run} has no saved point of {options.model} as that model is now: {found.problems[0]}")
-    points = tuple(_located(point, directory) for point in found.points)
+    stores = stores_of_last_time(run)
+    points = tuple(_located(point, directory, stores) for point in found.points)
     return SavedRun(options, model, units, points, found.problems)
 
 
-def _located(point: Manifest, directory: Path) -> Manifest:
-    """The saved point with its first part where it was found: the run may have been moved."""
-    geometry = replace(point.geometry, paths=(str(directory.resolve()), *point.geometry.paths[1:]))
-    return replace(point, geometry=geometry) if geometry.files()[0].exists() else point
+def _located(point: Manifest, directory: Path, stores: tuple[Path, ...]) -> Manifest:
+    """The saved point with its first part where it was found, for the run may have been moved, and each other one that
+    is not where it was, for its drive may be mounted elsewhere, where the run's `stores` are now."""
+    was = point.geometry
+    if not (directory / was.file_name).exists():
+        return point
+    now = stores if len(stores) == len(was.paths) else was.directories
+    others = (
+        before if (before / was.file_name).exists() else after
+        for before, after in zip(was.directories[1:], now[1:], strict=True)
+    )
+    paths = (str(directory.resolve()), *(str(path) for path in others))
+    return replace(point, geometry=replace(was, paths=paths))
