@@ -79,7 +79,7 @@ typedef struct {
   int32_t weight_type;
   int32_t low_bits; /* bfloat16 weights: 16 or 8 */
   int32_t moment_type;
-  int32_t grad_type;
+  int32_t grad_type; /* where moments are not float32: float32, or that of the weights */
   uint32_t seed;
   float grad_scale; /* 1 leaves the gradient as it is */
   float decay;      /* AdamW, Lion: 1 - lr * weight_decay */

@@ -47,6 +47,8 @@ int32_t spillway_update(const spillway_update_args* args, int32_t threads) {
                      a.grad_type >= SPILLWAY_FLOAT32 && a.grad_type <= SPILLWAY_FLOAT16 &&
                      (a.moment_type == SPILLWAY_FLOAT32 || a.moment_type == SPILLWAY_BFLOAT16 || narrow);
   if (!known) return -EINVAL;
+  if (a.moment_type != SPILLWAY_FLOAT32 && a.grad_type != SPILLWAY_FLOAT32 && a.grad_type != a.weight_type)
+    return -EINVAL;
   if (a.n != 0 && (((split || beside) && a.low == nullptr) || (split && a.low_bits != 16 && a.low_bits != 8) ||
                    a.m == nullptr ||
                    (a.rule == SPILLWAY_ADAMW && a.v == nullptr) || (narrow && (a.scales == nullptr || a.n % 64 != 0))))

@@ -324,7 +324,9 @@ for rule, moments, weight, low_bits in itertools.product(("adamw", "lion", "sgd"
         low = ((low.int() >> 8) & 0xFF).to(torch.uint8)
     m, v = torch.zeros(size, dtype=kinds[moments]), torch.zeros(size, dtype=kinds[moments]) if form.has_v else None
     scales = torch.zeros(size // 32, dtype=torch.uint8) if moments == "8bit" else None
-    for step, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32), 1):
+    exact = moments == "float32"  # with others gradients have the type of their weights, or float32
+    dtypes = (torch.bfloat16, torch.float16, torch.float32) if exact else (weight, torch.float32)
+    for step, dtype in enumerate(dtypes, 1):
         grad = (torch.randn(size, generator=generator) * 1e-2).to(dtype)
         state = StateRange(form, 0, upper, low, m, v, scales, grad)
         update_range(state, Hyper(1e-2, 0.9, 0.99, 1e-8, 0.1, step), 0.5, 2)

@@ -29,8 +29,17 @@ class Together(_Search):
         return self._simulate(self._candidates.of(replace(placement, units=tuple(units)), late, VISITING))
 
 
+class Mixed(_Search):
+    """Finds plans that leave every other update to the next forward, and make some of both kinds on the device."""
+
+    def run(self) -> _Timed:
+        placement = super().run().candidate.placement
+        late = [unit for unit in range(len(placement.units)) if unit % 2 or placement.units[unit].defers]
+        return self._simulate(self._candidates.of(placement, late, VISITING))
+
+
 def trained(
-    store: Path, update: str, states: str, max_grad_norm: float | None
+    store: Path, update: str, states: str, max_grad_norm: float | None, accumulation: int = 1
 ) -> tuple[dict[str, torch.Tensor], Placement]:
     model, optimizer = spillway.prepare(
         models.llama(),
@@ -40,10 +49,12 @@ def trained(
         update=update,
         weights="host",
         states=states,
+        gradient_accumulation_steps=accumulation,
     )
-    for number in range(4):
-        model(**models.batch("llama", number)).loss.backward()
-        optimizer.step()
+    for number in range(4 * accumulation):
+        (model(**models.batch("llama", number)).loss / accumulation).backward()
+        if number % accumulation == accumulation - 1:
+            optimizer.step()
     params, placement = read_parameters(model), prepared(model).session.engine.in_force.plan.placement
     close(model)
     return params, placement
@@ -58,5 +69,19 @@ def test_units_that_live_on_the_device_beside_updates_that_visit_it_have_the_sam
     monkeypatch.setattr(search, "_Search", Together)
     found, placement = trained(tmp_path / "together", update, states, max_grad_norm)
     assert not plain.visits and [placement.units[unit].states for unit in LIVING] == ["device"] * len(LIVING)
+    assert [placement.units[unit].visits for unit in VISITING] == [True] * len(VISITING)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("states", ("host", "disk"))
+@pytest.mark.parametrize("max_grad_norm", (None, 1e-2, 1e3))
+def test_steps_of_several_backwards_may_leave_some_updates_to_the_first_forward_of_the_next(
+    states: str, max_grad_norm: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = trained(tmp_path / "plain", "serial", states, max_grad_norm, accumulation=3)
+    monkeypatch.setattr(search, "_Search", Mixed)
+    found, placement = trained(tmp_path / "mixed", "overlap", states, max_grad_norm, accumulation=3)
+    late = [where.defers for where in placement.units]
+    assert any(late) and (not all(late) or (max_grad_norm is not None and states == "host"))
     assert [placement.units[unit].visits for unit in VISITING] == [True] * len(VISITING)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -50,6 +50,11 @@ class Phase:
             + self.write / hardware.write_bytes_per_s
         )
 
+    def times(self, count: int) -> "Phase":
+        """So many of them."""
+        moved = (self.upload * count, self.download * count, self.read * count, self.write * count)
+        return Phase(self.flops * count, self.updated * count, self.visiting * count, *moved)
+
     def without_disk(self) -> "Phase":
         """The same as if drives took no time."""
         return replace(self, read=0.0, write=0.0)
@@ -71,10 +76,10 @@ class Phase:
 
 
 def busiest(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> float:
-    """Seconds of the busiest resource in one forward and backward with its update (LoHan's and Fuyou's maxima, for any
-    placement)."""
+    """Seconds of the busiest resource in the forwards and backwards of a step with its update (LoHan's and Fuyou's
+    maxima, for any placement)."""
     forward, backward, update = _parts(model, placement)
-    return (forward + backward + update).seconds(hardware)
+    return ((forward + backward).times(placement.accumulation) + update).seconds(hardware)
 
 
 def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> float:
@@ -82,10 +87,12 @@ def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpe
     nothing of it but what is read ahead, and backward begins when forward is over with the late updates, all of which
     precede it but for the writing of what is in slabs."""
     forward, backward, update = _parts(model, placement)
+    others = (forward + backward).times(placement.accumulation - 1)  # rounds
+    whole = others + forward + backward + update
     if placement.in_turn:
-        return (forward + backward + update).seconds_in_turn(hardware)
-    least = (forward + backward + update).seconds(hardware)
-    computing = backward.flops / hardware.device_flops_per_s
+        return whole.seconds_in_turn(hardware)
+    least = whole.seconds(hardware)
+    computing = (others.flops + backward.flops) / hardware.device_flops_per_s
     if placement.update == "serial":
         after = replace(update, read=0.0, upload=0.0)
         least = max(least, forward.flops / hardware.device_flops_per_s + computing + after.seconds(hardware))
@@ -107,9 +114,11 @@ def readable_ahead(model: ModelProfile, placement: Placement, hardware: Hardware
     return max(idle, 0.0) * hardware.read_bytes_per_s
 
 
-def least_computing(model: ModelProfile, hardware: HardwareSpec) -> float:
-    """Seconds of a forward and a backward of which nothing is computed again: no placement's bound is below."""
-    return sum(call.flops + model.backward_flops(call) for call in model.calls) / hardware.device_flops_per_s
+def least_computing(model: ModelProfile, hardware: HardwareSpec, accumulation: int) -> float:
+    """Seconds of the forwards and backwards of a step of which nothing is computed again: no placement's bound is
+    below."""
+    flops = sum(call.flops + model.backward_flops(call) for call in model.calls)
+    return accumulation * flops / hardware.device_flops_per_s
 
 
 def is_held_up_by_recomputing(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> bool:
@@ -121,8 +130,9 @@ def is_held_up_by_recomputing(model: ModelProfile, placement: Placement, hardwar
         return again > 0
     within = _update([(unit, where) for unit, where in _used(model, placement) if not where.defers])
     behind = backward if placement.update == "serial" else backward + within
-    parts = (behind, forward + backward + update)
-    return any((part + Phase(-again)).seconds(hardware) < part.seconds(hardware) for part in parts)
+    whole = (forward + backward).times(placement.accumulation) + update
+    parts = ((behind, again), (whole, again * placement.accumulation))
+    return any((part + Phase(-more)).seconds(hardware) < part.seconds(hardware) for part, more in parts)
 
 
 def phases(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase]:

@@ -204,7 +204,7 @@ class _Search:
         self._estimated: list[_Timed] = []
         self._seen: dict[Placement, Candidate] = {}
         # So many units that plans take long to simulate; of calls that are known, or there is no step to compare.
-        self._is_large = len(model.units) > _WIDELY and least_computing(model, hardware) > 0
+        self._is_large = len(model.units) > _WIDELY and least_computing(model, hardware, request.accumulation) > 0
 
     def run(self) -> _Timed:
         """The fastest plan that was found."""
@@ -227,13 +227,13 @@ class _Search:
         near = sorted(
             (found for found in self._estimated if found.seconds <= _near(found) * best.seconds), key=_seconds
         )
-        of_each_kind = {_kind(found): found for found in reversed(near)}.values()
+        of_each_kind = sorted({_kind(found): found for found in reversed(near)}.values(), key=_seconds)
         return list({found.candidate.placement: found for found in (*of_each_kind, *near[:_MOST_FINALISTS])}.values())
 
     def _best_with_living_units(self, best: _Timed) -> _Timed:
         """Of all ways to fill memory whose updates may visit the device: what one of them loses by leaving the device
         room it may gain twice by the units that live there."""
-        least = least_computing(self._model, self._hardware)
+        least = least_computing(self._model, self._hardware, self._request.accumulation)
         if not self._searches_freely or self._request.fixed is not None or best.seconds <= _WORTH_LIVING * least:
             return best
         visiting = (way for found in list(self._seen.values()) for way in self._variants.visiting(found))
@@ -310,7 +310,7 @@ class _Search:
         return replace(best, candidate=candidate, plan=plan)
 
     def _find(self) -> _Timed:
-        floor = _CLOSE * least_computing(self._model, self._hardware)
+        floor = _CLOSE * least_computing(self._model, self._hardware, self._request.accumulation)
         best = self._best_of(self._fillings(), None, floor)
         for space in self._spaces_of_others() if best.seconds > floor else ():
             best = self._best_of(self._fillings_of(space), best, floor)
@@ -387,6 +387,20 @@ class _Search:
         if needs_drives and self._request.fixed is None:
             for space in (self._space.in_memory(), self._space.without_drives()):
                 yield from self._fillings_of(space)
+        if self._space.update == "auto" and not self._request.clip and self._request.fixed is None:
+            yield from self._fillings_beside_gradients(start)
+
+    def _fillings_beside_gradients(self, first: Candidate) -> Iterator[Candidate]:
+        """Of the whole space, with room for gradients whose updates are left to the next forward: where nothing waits
+        for the norm, memory is otherwise full without them."""
+        if "deferred" not in self._space.policy.updates:
+            return
+        try:
+            start = Start(self._candidates).deepest("deferred")
+        except PlanInfeasible:
+            return
+        for candidate in self._filler.fillings(start, self._searches_widely):
+            yield self._candidates.of(replace(candidate.placement, update=first.placement.update))
 
     def _fillings_of(self, space: Space | None) -> Iterator[Candidate]:
         """Of another space; none where nothing of it fits."""
@@ -461,7 +475,7 @@ class _Search:
 
     def _lowered(self, model: ModelProfile, placement: Placement) -> Plan:
         plan = lower_step(model, placement)
-        self._simulated += sum(map(len, plan.rounds()))
+        self._simulated += sum(len(ops) for ops in {id(ops): ops for ops in plan.rounds()}.values())
         return plan
 
 

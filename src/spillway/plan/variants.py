@@ -26,8 +26,8 @@ class Variants:
     def of(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same resting places with more and more updates left to the next forward, so that the drive has work all
         step long, in the end with all of them; and with some of them made on the device."""
-        request, placement = self._request, candidate.placement
-        if request.fixed is not None or request.accumulation > 1 or not self._model.calls:
+        placement = candidate.placement
+        if self._request.fixed is not None or not self._model.calls:
             yield candidate
             return
         for way in self._ways(candidate):
@@ -38,7 +38,7 @@ class Variants:
     def visiting(self, candidate: Candidate) -> Iterator[Candidate]:
         """Those of them with updates on the device, whether there is room for them or not: units that live there may
         make it."""
-        if self._request.accumulation > 1 or not self._model.calls or not self.may_visit:
+        if not self._model.calls or not self.may_visit:
             return
         for update, deferred, visiting in self._ways(candidate):
             if visiting:
