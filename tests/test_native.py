@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 
 from spillway import native
-from spillway.native import DiskEngine, Transfer, TransferError
+from spillway.native import DiskEngine, Transfer, TransferError, batch_of
 
 needs_native = pytest.mark.skipif(not native.available(), reason=f"no native library: {native.load_problem()}")
 
 FORKED = """
 import ctypes, os, sys, torch
-from spillway.native import FLOAT32, DiskEngine, Transfer, sum_squares
+from spillway.native import FLOAT32, DiskEngine, Transfer, batch_of, sum_squares
 
 numbers = torch.ones(1 << 20)
 expected = sum_squares(numbers.data_ptr(), FLOAT32, numbers.numel(), 2)
 engine = DiskEngine(use_uring=False)
 fd = os.open(sys.argv[1], os.O_RDWR)
-moves = [Transfer(fd, numbers.data_ptr() + at, at, 1 << 19) for at in range(0, 1 << 22, 1 << 19)]
+moves = batch_of([Transfer(fd, numbers.data_ptr() + at, at, 1 << 19) for at in range(0, 1 << 22, 1 << 19)])
 engine.run(moves, True)
 child = os.fork()
 if child == 0:
@@ -62,7 +62,7 @@ def test_a_ring_that_the_kernel_refuses_is_an_error_and_no_wait_without_end(tmp_
         transfer = Transfer(opened.fileno(), ctypes.addressof(memory), 0, 8192)
         for _ in range(2):
             with pytest.raises(TransferError):
-                engine.run([transfer], False)
+                engine.run(batch_of([transfer]), False)
     engine.close()
 
 
@@ -76,7 +76,7 @@ def test_an_engine_may_be_closed_twice_and_is_refused_afterwards(tmp_path: Path)
     engine.close()
     engine.close()
     with pytest.raises(ValueError, match="closed"):
-        engine.run([Transfer(0, 0, 0, 4096)], False)
+        engine.run(batch_of([Transfer(0, 0, 0, 4096)]), False)
 
 
 def test_an_interrupted_batch_of_the_plain_engine_leaves_nothing_in_flight(
@@ -93,7 +93,7 @@ def test_an_interrupted_batch_of_the_plain_engine_leaves_nothing_in_flight(
     monkeypatch.setattr(native, "_move_plain", slow)
     engine = DiskEngine(depth=2)
     memory = ctypes.create_string_buffer(8 * 4096)
-    batch = [Transfer(0, ctypes.addressof(memory) + at, at, 4096) for at in range(0, 8 * 4096, 4096)]
+    batch = batch_of([Transfer(0, ctypes.addressof(memory) + at, at, 4096) for at in range(0, 8 * 4096, 4096)])
     interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):

@@ -9,12 +9,13 @@ import errno
 import functools
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from spillway.crc32c import crc32c
 
@@ -26,8 +27,7 @@ ADAMW, LION, SGD = 0, 1, 2
 _TRIES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One contiguous move between a file and memory, all 4096-aligned under O_DIRECT."""
 
     fd: int
@@ -36,22 +36,30 @@ class Transfer:
     num_bytes: int
 
 
+# Transfers as the engine takes them, without a Python object each: an array of these (spillway_transfer in
+# native/include/spillway.h, whose `is_write` the engine sets).
+TRANSFER = np.dtype(
+    [("fd", np.int32), ("is_write", np.int32), ("address", np.uint64), ("offset", np.uint64), ("num_bytes", np.uint64)]
+)
+Batch = npt.NDArray[np.void]
+
+
+def batch_of(transfers: Iterable[Transfer]) -> Batch:
+    """These, in their order."""
+    return np.array([(fd, 0, address, offset, size) for fd, address, offset, size in transfers], TRANSFER)
+
+
+def transfers_of(batch: Batch) -> Iterator[Transfer]:
+    """What `batch_of` was given."""
+    yield from (Transfer(*map(int, (fd, address, offset, size))) for fd, _, address, offset, size in batch)
+
+
 class TransferError(OSError):
     """A transfer failed; `index` is its place in the batch."""
 
     def __init__(self, error: int, index: int) -> None:
         super().__init__(error, os.strerror(error))
         self.index = index
-
-
-class _Transfer(ctypes.Structure):
-    _fields_ = (
-        ("fd", ctypes.c_int32),
-        ("is_write", ctypes.c_int32),
-        ("buffer", ctypes.c_void_p),
-        ("offset", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-    )
 
 
 class UpdateArgs(ctypes.Structure):
@@ -115,7 +123,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.spillway_io_run.restype = ctypes.c_int32
     library.spillway_io_run.argtypes = (
         ctypes.c_void_p,
-        ctypes.POINTER(_Transfer),
+        ctypes.c_void_p,
         ctypes.c_uint64,
         ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64),
@@ -210,17 +218,16 @@ class DiskEngine:
             return "preadv"
         return str(self._library.spillway_io_backend(self._handle).decode())
 
-    def run(self, transfers: list[Transfer], is_write: bool) -> None:
+    def run(self, batch: Batch, is_write: bool) -> None:
         """Move every byte; returns when all are done. Raises TransferError."""
         if self._library is None or self._handle is None:
-            self._run_plain(transfers, is_write)
+            self._run_plain(batch, is_write)
             return
-        batch = (_Transfer * len(transfers))(
-            *(_Transfer(t.fd, int(is_write), t.address, t.offset, t.num_bytes) for t in transfers)
-        )
+        batch = batch.copy()  # another engine may run the same in the other direction
+        batch["is_write"] = is_write
         failed = ctypes.c_uint64(0)
         code = self._library.spillway_io_run(
-            self._handle, batch, len(transfers), self._block_bytes, ctypes.byref(failed)
+            self._handle, batch.ctypes.data, len(batch), self._block_bytes, ctypes.byref(failed)
         )
         if code != 0:
             raise TransferError(-code, failed.value)
@@ -245,12 +252,12 @@ class DiskEngine:
         if self._threads is not None:
             self._threads.shutdown()
 
-    def _run_plain(self, transfers: list[Transfer], is_write: bool) -> None:
+    def _run_plain(self, batch: Batch, is_write: bool) -> None:
         if self._threads is None:
             raise ValueError("the disk engine is closed")
         moves: list[Future[None]] = []
         try:
-            for index, whole in enumerate(transfers):
+            for index, whole in enumerate(transfers_of(batch)):
                 for part in _cut(whole, 8 * self._block_bytes):
                     moves.append(self._threads.submit(_move_plain, part, index, is_write))
             wait(moves)

@@ -14,7 +14,7 @@ from spillway.hardware.bandwidth import Drives
 from spillway.hardware.block import step_flops
 from spillway.hardware.others import Others
 from spillway.hardware.timing import kept_together
-from spillway.native import DiskEngine
+from spillway.native import Batch, DiskEngine
 from spillway.spec.hardware import HardwareSpec
 from spillway.spec.state import EXACT
 from store.geometries import even_geometry
@@ -35,9 +35,9 @@ def test_on_a_drive_that_is_nearly_full_a_quarter_of_what_is_free_is_written(
     largest = []
     run = DiskEngine.run
 
-    def note(self: DiskEngine, transfers: list, is_write: bool) -> None:
-        largest.append(sum(transfer.num_bytes for transfer in transfers))
-        run(self, transfers, is_write)
+    def note(self: DiskEngine, batch: Batch, is_write: bool) -> None:
+        largest.append(int(batch["num_bytes"].sum()))
+        run(self, batch, is_write)
 
     monkeypatch.setattr(DiskEngine, "run", note)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 30, (1 << 30) - (16 << 20), 16 << 20))
@@ -107,6 +107,24 @@ def test_a_faster_drive_holds_more(
     on_drives(monkeypatch, {path: (number, rates[number]) for number, path in enumerate(paths)})
     assert bandwidth.measure_shares(paths) == shares
     assert bandwidth.measure_shares(paths[:1]) == (1,)
+
+
+def test_drives_are_measured_with_all_of_them_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in flight at a time lies on every drive, as in training."""
+    paths, asked = tuple(tmp_path / name for name in "ab"), list[set[int]]()
+    moved = DiskEngine.run
+
+    def run(engine: DiskEngine, batch: Batch, is_write: bool) -> None:
+        in_flight = batch[:4]
+        asked.append(set(in_flight["fd"].tolist()))
+        assert in_flight["num_bytes"].sum() <= 8 << 20
+        moved(engine, batch, is_write)
+
+    monkeypatch.setattr(DiskEngine, "run", run)
+    for path in paths:
+        path.mkdir()
+    rates = bandwidth.drive_rates(paths, (2, 1), 12 << 20)
+    assert asked and all(len(files) == 2 for files in asked) and rates.read > 0
 
 
 def test_paths_on_one_drive_share_what_it_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

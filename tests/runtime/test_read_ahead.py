@@ -11,7 +11,7 @@ import models
 import spillway
 from spillway.api import close, read_parameters
 from spillway.assembly import prepared
-from spillway.native import DiskEngine, Transfer
+from spillway.native import Batch, DiskEngine
 from spillway.spec.errors import SkippedStep
 
 
@@ -113,9 +113,9 @@ def test_each_state_is_read_once_a_step(tmp_path: Path, monkeypatch: pytest.Monk
     moved = DiskEngine.run
     reads: list[int] = []
 
-    def count(engine: DiskEngine, transfers: list[Transfer], is_write: bool) -> None:
-        reads.extend(0 if is_write else transfer.num_bytes for transfer in transfers)
-        moved(engine, transfers, is_write)
+    def count(engine: DiskEngine, batch: Batch, is_write: bool) -> None:
+        reads.append(0 if is_write else int(batch["num_bytes"].sum()))
+        moved(engine, batch, is_write)
 
     monkeypatch.setattr(DiskEngine, "run", count)
     per_step = []

@@ -14,7 +14,7 @@ import ahead
 import models
 import spillway
 from spillway.api import close
-from spillway.native import DiskEngine, Transfer
+from spillway.native import Batch, DiskEngine, Transfer, batch_of, transfers_of
 from spillway.spec.plan import ACTIVATIONS, UPDATE_MODES
 from spillway.spec.sizes import PAGE
 
@@ -55,13 +55,13 @@ class RestlessDrive:
         self._dice = dice
         self._run = DiskEngine.run
 
-    def run(self, engine: DiskEngine, transfers: list[Transfer], is_write: bool) -> None:
-        pieces = [piece for transfer in transfers for piece in self._cut(transfer)]
+    def run(self, engine: DiskEngine, batch: Batch, is_write: bool) -> None:
+        pieces = [piece for transfer in transfers_of(batch) for piece in self._cut(transfer)]
         self._dice.shuffle(pieces)
         middle = self._dice.randrange(len(pieces) + 1)
         for part in filter(None, (pieces[:middle], pieces[middle:])):
             time.sleep(self._dice.choice([0, 0, 0.001, 0.003]))
-            self._run(engine, part, is_write)
+            self._run(engine, batch_of(part), is_write)
 
     def _cut(self, transfer: Transfer) -> Iterator[Transfer]:
         pages = transfer.num_bytes // PAGE

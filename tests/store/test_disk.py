@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spillway import native
-from spillway.native import DiskEngine, Transfer, TransferError
+from spillway.native import Batch, DiskEngine, Transfer, TransferError, batch_of, transfers_of
 from spillway.spec.errors import DiskError
 from spillway.spec.sizes import PAGE
 from spillway.store import disk as disk_module
 from spillway.store.arena import Arena
-from spillway.store.disk import Extent, Geometry, StripedDisk
+from spillway.store.disk import STRIPE, Extent, Geometry, StripedDisk
 from store.geometries import even_geometry
 
 
@@ -57,6 +57,29 @@ def test_what_is_written_is_read_back_by_every_engine(
             disk.read(engine, Extent(offset * PAGE, pages * PAGE), back)
             assert torch.equal(back, content), engine.backend
     disk.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shares=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    offset=st.integers(0, 40 * 256),
+    pages=st.integers(1, 12 * 256),
+)
+def test_an_extent_is_cut_over_the_paths_in_rows_of_their_shares(shares: list[int], offset: int, pages: int) -> None:
+    geometry = Geometry(tuple(map(str, range(len(shares)))), tuple(shares))
+    owners = [path for path, share in enumerate(shares) for _ in range(share)]  # of the stripes of a row
+    batch = geometry.batch(range(len(shares)), Extent(offset * PAGE, pages * PAGE), 1 << 40)
+    address = 1 << 40
+    for transfer in transfers_of(batch):
+        assert transfer.address == address, "in the order of the address space, without gaps"
+        for at in range(0, transfer.num_bytes, PAGE):
+            row, stripe = divmod((offset * PAGE + address - (1 << 40)) // STRIPE, len(owners))
+            path, inside = owners[stripe], stripe - owners.index(owners[stripe])
+            place = (row * shares[path] + inside) * STRIPE + (offset * PAGE + address - (1 << 40)) % STRIPE
+            assert (transfer.fd, transfer.offset + at) == (path, place)
+            assert geometry.where(offset * PAGE + address - (1 << 40)) == (geometry.files()[path], place)
+            address += PAGE
+    assert address == (1 << 40) + pages * PAGE
 
 
 def test_fresh_space_reads_as_zeros_even_where_an_earlier_run_wrote(tmp_path: Path) -> None:
@@ -115,7 +138,7 @@ def test_reading_past_the_end_names_the_failing_transfer(tmp_path: Path, number:
     good = Transfer(fd, buffer.data_ptr(), 0, 4 * PAGE)
     bad = Transfer(fd, buffer.data_ptr() + 4 * PAGE, 8 * PAGE, 4 * PAGE)
     with pytest.raises(TransferError) as caught:
-        engines()[number].run([good, bad], is_write=False)
+        engines()[number].run(batch_of([good, bad]), is_write=False)
     assert caught.value.index == 1
     os.close(fd)
 
@@ -142,9 +165,9 @@ def test_plain_transfers_are_tried_again_and_short_ones_go_on(
     transfer = Transfer(fd, buffer.data_ptr(), 0, 9 * PAGE)
     if is_lost:
         with pytest.raises(TransferError, match="Input/output"):
-            plain.run([transfer], is_write)
+            plain.run(batch_of([transfer]), is_write)
     else:
-        plain.run([transfer], is_write)
+        plain.run(batch_of([transfer]), is_write)
         assert (tmp_path / "file").read_bytes() == content.numpy().tobytes()
         assert torch.equal(buffer, content)
     os.close(fd)
@@ -155,7 +178,7 @@ def test_a_failed_write_names_path_and_offset(tmp_path: Path, monkeypatch: pytes
     disk.reserve(8 * PAGE)
 
     class Broken(DiskEngine):
-        def run(self, transfers: list[Transfer], is_write: bool) -> None:
+        def run(self, batch: Batch, is_write: bool) -> None:
             raise TransferError(5, 0)
 
     with pytest.raises(DiskError, match=rf"cannot write to {tmp_path}/spillway.data at offset 4096 .*Input/output"):
@@ -198,7 +221,7 @@ def test_engines_that_are_closed_leave_no_threads_behind(tmp_path: Path) -> None
     fd, counts = os.open(file, os.O_RDWR), []
     for _ in range(4):
         engine = DiskEngine(use_uring=False)
-        engine.run([Transfer(fd, content.data_ptr(), 0, content.numel())], is_write=False)
+        engine.run(batch_of([Transfer(fd, content.data_ptr(), 0, content.numel())]), is_write=False)
         engine.close()
         counts.append(psutil.Process().num_threads())
     os.close(fd)

@@ -92,7 +92,7 @@ def compare(
     if difference is None:
         return
     offset, size = difference
-    file, at = disk.where(record.offset + offset)
+    file, at = disk.geometry.where(record.offset + offset)
     raise DamageError(
         f"{file} is damaged at offset {at} ({size} bytes of {record.name}): it is not what step {manifest.step} "
         f"wrote; restore the file or start a new run"

@@ -6,7 +6,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from math import gcd, lcm
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +13,13 @@ from typing import NamedTuple
 import torch
 
 from spillway.hardware.timing import finish, kept_together, usual_seconds
-from spillway.native import DiskEngine, Transfer
+from spillway.native import DiskEngine
 from spillway.optim.update import sum_squares
 from spillway.spec.errors import DiskError
 from spillway.spec.machine import stripe_shares
 from spillway.spec.sizes import format_size
 from spillway.store.arena import Arena
+from spillway.store.disk import Extent, Geometry
 
 SCRATCH_BYTES = 128 << 20
 
@@ -75,24 +75,20 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def drive_rates(paths: tuple[Path, ...], shares: tuple[int, ...], room_bytes: int = SCRATCH_BYTES) -> Drives:
-    """Of all paths together, each with its share, with the engines that training uses. No more than `room_bytes` of
-    host memory, and a quarter of what is free on a drive, are taken. Raises DiskError where a path cannot be written.
-    """
+    """Of all paths together, cut over them as a store is, with the engines that training uses. No more than
+    `room_bytes` of host memory, and a quarter of what is free on a drive, are taken. Raises DiskError where a path
+    cannot be written."""
     free = min(shutil.disk_usage(path).free for path in paths)
     num_bytes = whole_mebi(SCRATCH_BYTES, min(room_bytes, free // 4))
     engine, other = DiskEngine(), DiskEngine()
     buffer = Arena(num_bytes).buffer
     buffer.fill_(1)
-    pages = [max(num_bytes * share // sum(shares) >> 12, 1) for share in shares]  # whole ones, for O_DIRECT
-    ends = [end << 12 for end in accumulate(pages)]
     files: list[tuple[Path, int]] = []
     try:
         for path in paths:
             files.append(_open_scratch(path / "spillway.probe"))
-        transfers = [
-            Transfer(fd, buffer.data_ptr() + end - (count << 12), 0, count << 12)
-            for (_, fd), end, count in zip(files, ends, pages, strict=True)
-        ]
+        fds = [fd for _, fd in files]
+        transfers = Geometry(tuple(map(str, paths)), shares).batch(fds, Extent(0, num_bytes), buffer.data_ptr())
         write = usual_seconds(lambda: engine.run(transfers, is_write=True))
         read = usual_seconds(lambda: engine.run(transfers, is_write=False))
         together = kept_together(
@@ -110,7 +106,7 @@ def drive_rates(paths: tuple[Path, ...], shares: tuple[int, ...], room_bytes: in
         for file, fd in files:
             os.close(fd)
             file.unlink(missing_ok=True)
-    return Drives(ends[-1] / read, ends[-1] / write, together)
+    return Drives(num_bytes / read, num_bytes / write, together)
 
 
 def measure_shares(paths: tuple[Path, ...]) -> tuple[int, ...]:

@@ -5,16 +5,17 @@ import fcntl
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from spillway.durable import sync_directory, write_whole
-from spillway.native import DiskEngine, Transfer, TransferError
-from spillway.spec.errors import DamageError, DiskError, InvariantError, UsageError, invariant
+from spillway.native import TRANSFER, Batch, DiskEngine, Transfer, TransferError, batch_of
+from spillway.spec.errors import DamageError, DiskError, UsageError, invariant
 from spillway.spec.sizes import PAGE, format_size
 
 STRIPE = 1 << 20
@@ -53,6 +54,32 @@ class Geometry:
         """The data file under every path."""
         return tuple(path / self.file_name for path in self.directories)
 
+    def batch(self, fds: Sequence[int], extent: Extent, address: int) -> Batch:
+        """The transfers between an extent and memory, in the order of the address space. `fds`: of every path's
+        file."""
+        if len(fds) == 1:
+            return batch_of([Transfer(fds[0], address, extent.offset, extent.num_bytes)])
+        first, last = (
+            at // (STRIPE * sum(self.shares)) for at in (extent.offset, extent.offset + extent.num_bytes - 1)
+        )
+        rows = np.arange(first, last + 1)[:, None]
+        sizes = STRIPE * np.array(self.shares)
+        starts = rows * sizes.sum() + np.cumsum(sizes) - sizes
+        begins = np.maximum(starts, extent.offset)
+        ends = np.minimum(starts + sizes, extent.offset + extent.num_bytes)
+        there = ends > begins
+        batch = np.zeros(int(there.sum()), TRANSFER)
+        batch["fd"] = np.broadcast_to(np.array(fds), there.shape)[there]
+        batch["address"] = (address + begins - extent.offset)[there]
+        batch["offset"] = (rows * sizes + begins - starts)[there]
+        batch["num_bytes"] = (ends - begins)[there]
+        return batch
+
+    def where(self, offset: int) -> tuple[Path, int]:
+        """File and offset in it of a byte of the address space."""
+        (found,) = self.batch(range(len(self.shares)), Extent(offset, 1), 0)
+        return self.files()[int(found["fd"])], int(found["offset"])
+
 
 class StripedDisk:
     """One address space over several files, opened with O_DIRECT where the file system allows it."""
@@ -72,7 +99,6 @@ class StripedDisk:
         flags = os.O_RDWR | os.O_CREAT if may_write else os.O_RDONLY
         self.geometry = geometry
         self._paths = geometry.directories
-        self._row = sum(geometry.shares)
         if keep:
             for file in geometry.files():
                 if not file.exists():
@@ -117,10 +143,11 @@ class StripedDisk:
         """Make sure the whole address space has room on the drives now, so that no write can fail for want of it.
         Raises DiskError with the bytes needed and free."""
         if num_bytes > self.num_bytes:
-            rows = -(-num_bytes // (STRIPE * self._row))
+            row = STRIPE * sum(self.geometry.shares)
+            rows = -(-num_bytes // row)
             for path, share in zip(self._paths, self.geometry.shares, strict=True):
                 _reserve(path / self.geometry.file_name, rows * share * STRIPE)
-            self.num_bytes = rows * self._row * STRIPE
+            self.num_bytes = rows * row
 
     def read(self, engine: DiskEngine, extent: Extent, buffer: torch.Tensor) -> None:
         """Fill the host buffer; both are whole pages. Raises DiskError naming path and offset."""
@@ -165,10 +192,10 @@ class StripedDisk:
         """Bytes written since it was opened, per path."""
         return {str(path): self._written[fd] for path, fd in zip(self._paths, self._files, strict=True)}
 
-    def _count(self, transfers: list[Transfer]) -> None:
+    def _count(self, batch: Batch) -> None:
         with self._counting:
-            for transfer in transfers:
-                self._written[transfer.fd] += transfer.num_bytes
+            for fd in self._files:
+                self._written[fd] += int(batch["num_bytes"][batch["fd"] == fd].sum())
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -188,49 +215,25 @@ class StripedDisk:
             os.close(fd)
 
     def _move(self, engine: DiskEngine, moves: list[tuple[Extent, torch.Tensor]], is_write: bool) -> None:
-        transfers = [transfer for extent, buffer in moves for transfer in self._stripes(extent, buffer)]
+        for extent, buffer in moves:
+            invariant(extent.num_bytes <= buffer.numel(), "the buffer is smaller than its extent")
+            invariant(extent.offset % PAGE == 0 and extent.num_bytes % PAGE == 0, "extents are whole pages")
+        if not moves:
+            return
+        parts = [self.geometry.batch(self._files, extent, buffer.data_ptr()) for extent, buffer in moves]
+        batch = np.concatenate(parts)
         try:
-            engine.run(transfers, is_write)
+            engine.run(batch, is_write)
             if is_write:
-                self._count(transfers)
+                self._count(batch)
         except TransferError as error:
-            failed = transfers[error.index]
-            file = self.geometry.files()[self._files.index(failed.fd)]
+            failed = batch[error.index]
+            file = self.geometry.files()[self._files.index(int(failed["fd"]))]
             verb = "write to" if is_write else "read from"
             raise DiskError(
-                f"cannot {verb} {file} at offset {failed.offset} ({failed.num_bytes} bytes): {error.strerror}; "
+                f"cannot {verb} {file} at offset {failed['offset']} ({failed['num_bytes']} bytes): {error.strerror}; "
                 f"saved points are intact"
             ) from error
-
-    def _stripes(self, extent: Extent, buffer: torch.Tensor) -> list[Transfer]:
-        invariant(extent.num_bytes <= buffer.numel(), "the buffer is smaller than its extent")
-        invariant(extent.offset % PAGE == 0 and extent.num_bytes % PAGE == 0, "extents are whole pages")
-        address = buffer.data_ptr()
-        if len(self._files) == 1:
-            return [Transfer(self._files[0], address, extent.offset, extent.num_bytes)]
-        transfers: list[Transfer] = []
-        done = 0
-        while done < extent.num_bytes:
-            file, offset, room = self._locate(extent.offset + done)
-            size = min(room, extent.num_bytes - done)
-            transfers.append(Transfer(self._files[file], address + done, offset, size))
-            done += size
-        return transfers
-
-    def where(self, offset: int) -> tuple[Path, int]:
-        """File and offset in it of a byte of the address space."""
-        file, inside, _ = self._locate(offset)
-        return self.geometry.files()[file], inside
-
-    def _locate(self, offset: int) -> tuple[int, int, int]:
-        """File number, offset in the file, and bytes that follow there without a break."""
-        shares = self.geometry.shares
-        row, inside = divmod(offset, STRIPE * self._row)
-        for file, share in enumerate(shares):
-            if inside < share * STRIPE:
-                return file, row * share * STRIPE + inside, share * STRIPE - inside
-            inside -= share * STRIPE
-        raise InvariantError("the shares of a row are not those of the drives")
 
 
 # Workers that are forked (of a DataLoader) would keep files, and locks of a run that was killed, as long as they live.
