@@ -6,10 +6,9 @@ The demo's 128M-parameter Llama on the CPU, in fresh processes, exact clipping i
 root, through cgroup v1), with short rows in memory, and with long ones in memory. Modes: serial; overlap-naive
 (each unit's read, update and write after those of the one before) and overlap (speculative, nothing clipped); deferred
 (in the next forward); auto (what the planner mixes); and auto where every step is clipped.
-Targets for auto: the limiting lane is busy at least 0.95 of the step, and no mode is faster by more than a tenth.
-
-The papers' ladder, on a GPU and 12 drives: overlapped over serial 1.33x (LoHan, 13B, batch 64); overlapping backward
-with the optimizer 1.09 to 1.38x (Fuyou).
+Targets for auto: the limiting lane is busy at least 0.95 of the step, the step takes at most 1.1 times as long as the
+busiest lane works, and no mode is faster by more than a tenth. Beside the ladder stand the papers' ratios, of 13B on a
+GPU and 12 drives.
 """
 
 import argparse
@@ -28,7 +27,11 @@ from spillway.spec.sizes import parse_size
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
 MODES = ("serial", "overlap-naive", "overlap", "deferred", "auto", "auto, clipped")
-BUSY_TARGET, BEST_TARGET = 0.95, 1.1
+BUSY_TARGET, LANE_TARGET, BEST_TARGET = 0.95, 1.1, 1.1
+PAPERS = {
+    "overlap-naive": "LoHan: 1.09x",  # 1.33 over serial is 1.22 over naive
+    "overlap": "LoHan: 1.33x at batch 64; Fuyou: 1.09 to 1.38x",
+}
 _WARM_UP = 5  # speculation begins after three steps that were not clipped, with one flush
 
 
@@ -60,6 +63,11 @@ class Result:
     chosen: str  # the plan's mode
     step_seconds: float
     busy: dict[str, float]
+
+    @property
+    def over_busiest(self) -> float:
+        """The step's time over that of the busiest lane."""
+        return 1 / max(self.busy.values())
 
 
 def work(model_directory: str, store: str, case: Case, mode: str, steps: int) -> None:
@@ -127,6 +135,8 @@ def misses(results: list[Result]) -> list[str]:
         busiest = max(auto.busy[lane] for lane in case.lanes)
         if busiest < BUSY_TARGET:
             found.append(f"{case.name}: the busiest of {', '.join(case.lanes)} is busy {busiest:.0%} of the step")
+        if auto.over_busiest > LANE_TARGET:
+            found.append(f"{case.name}: the step takes {auto.over_busiest:.2f} times as long as the busiest lane works")
         if auto.step_seconds > BEST_TARGET * best.step_seconds:
             found.append(f"{case.name}: auto takes {auto.step_seconds:.2f} s, {best.mode} {best.step_seconds:.2f} s")
     return found
@@ -157,10 +167,12 @@ def main() -> int:
                     break
                 results.append(found)
                 serial = serial or found.step_seconds
+                paper = f", {PAPERS[mode]}" if mode in PAPERS else ""
                 busy = ", ".join(f"{lane} {share:.0%}" for lane, share in found.busy.items() if share > 0.02)
                 print(
                     f"{case.name:8} {mode:14} {found.chosen:9} {found.step_seconds:6.2f} s "
-                    f"({serial / found.step_seconds:.2f}x serial), busy: {busy}",
+                    f"({serial / found.step_seconds:.2f}x serial{paper}; {found.over_busiest:.2f}x the busiest lane), "
+                    f"busy: {busy}",
                     flush=True,
                 )
     write_json(given.json, results)
