@@ -21,8 +21,8 @@ from ending import exit_code, parser_of, write_json
 from spillway.hardware.catalogue import build as build_machine
 from spillway.hardware.catalogue import find_machine
 from spillway.plan.bounds import phases
+from spillway.plan.make import fits, make_plan
 from spillway.plan.request import PlanRequest
-from spillway.plan.search import fits, make_plan
 from spillway.plan.simulate import simulate
 from spillway.plan.swap import outputs, step_curve
 from spillway.planning.question import GPT_SHAPES

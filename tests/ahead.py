@@ -3,17 +3,17 @@
 import pytest
 
 from spillway.plan import spare
-from spillway.plan.search import _Search, _Timed
+from spillway.plan.search import Search, Timed
 
 
 def read_ahead_always(patch: pytest.MonkeyPatch) -> None:
-    def always(search: _Search, best: _Timed) -> _Timed:
+    def always(search: Search, best: Timed) -> Timed:
         candidate = search._spare.with_read_ahead(best.candidate, 1.0)
         return best if candidate is best.candidate else search._simulate(candidate)
 
     patch.setattr(spare, "readable_ahead", lambda *_: 1e18)
-    patch.setattr(_Search, "_with_read_ahead", always)
+    patch.setattr(Search, "_with_read_ahead", always)
 
 
 def read_ahead_never(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Search, "_with_read_ahead", lambda _, best: best)
+    patch.setattr(Search, "_with_read_ahead", lambda _, best: best)

@@ -11,8 +11,8 @@ from spillway import planner
 from spillway.assembly import prepared
 from spillway.plan.check import check
 from spillway.plan.lower import complete
+from spillway.plan.make import swapped_plans
 from spillway.plan.pools import stored_bytes
-from spillway.plan.search import swapped_plans
 
 given = json.loads(sys.argv[1])
 

@@ -8,8 +8,8 @@ from spillway.hardware.calibration import as_seen
 from spillway.hardware.limits import free_host_bytes, process_bytes
 from spillway.hardware.probe import measure
 from spillway.model.units import Unit
+from spillway.plan.make import make_plan
 from spillway.plan.request import PlanRequest
-from spillway.plan.search import make_plan
 from spillway.runtime.device import Device
 from spillway.spec.errors import BudgetWarning, UsageError
 from spillway.spec.hardware import DEVICE_SHARE, HOST_SHARE, Budget, HardwareSpec, device_bytes

@@ -7,9 +7,9 @@ from plan import profiles
 from sampling import examples
 from spillway.plan.bounds import lower_bound
 from spillway.plan.lower import complete, lower_step
+from spillway.plan.make import make_plan
 from spillway.plan.pools import recomputed_flops
 from spillway.plan.request import PlanRequest
-from spillway.plan.search import make_plan
 from spillway.plan.simulate import simulate, step_seconds
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile

@@ -4,8 +4,8 @@ import pytest
 
 from plan import profiles
 from spillway.plan.check import check
+from spillway.plan.make import make_plan
 from spillway.plan.request import PlanRequest
-from spillway.plan.search import make_plan
 from spillway.spec.errors import InvariantError
 from spillway.spec.plan import Plan
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from plan import profiles
+from spillway.plan.make import make_plan
 from spillway.plan.request import PlanRequest
-from spillway.plan.search import make_plan
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Op

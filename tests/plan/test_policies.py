@@ -13,9 +13,9 @@ from spillway.hardware.catalogue import find_machine
 from spillway.plan.bounds import phases
 from spillway.plan.candidates import Candidates
 from spillway.plan.lower import lower_step
+from spillway.plan.make import make_plan
 from spillway.plan.policies import POLICIES
 from spillway.plan.request import PlanRequest, space_of
-from spillway.plan.search import make_plan
 from spillway.plan.simulate import step_seconds
 from spillway.plan.start import Start
 from spillway.plan.swap import outputs, step_curve

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan import profiles
+from spillway.plan.make import make_plan
 from spillway.plan.refine import RATES, refined
 from spillway.plan.request import PlanRequest
-from spillway.plan.search import make_plan
 from spillway.plan.simulate import simulate
 
 _MODEL = profiles.chain(6)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from plan import profiles
 from sampling import examples
 from spillway.plan.check import check
+from spillway.plan.make import fits, make_plan
 from spillway.plan.request import PlanRequest, space_of
-from spillway.plan.search import fits, make_plan
 from spillway.plan.simulate import simulate
 from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.hardware import Budget, HardwareSpec

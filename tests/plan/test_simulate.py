@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from plan import profiles
+from spillway.plan.make import make_plan
 from spillway.plan.request import PlanRequest
-from spillway.plan.search import make_plan
 from spillway.plan.simulate import simulate
 from spillway.spec.hardware import HardwareSpec
 from spillway.spec.plan import Op, Pool

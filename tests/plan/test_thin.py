@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from plan import profiles
 from plan.test_policies import machines
 from spillway.plan import search
+from spillway.plan.make import make_plan
 from spillway.plan.pools import Kinds
 from spillway.plan.request import PlanRequest
-from spillway.plan.search import make_plan
 from spillway.plan.thin import in_few_parts, thinned
 from spillway.spec.errors import PlanInfeasible
 from spillway.spec.hardware import Budget, HardwareSpec

@@ -10,17 +10,17 @@ import models
 import spillway
 from spillway.api import close, read_parameters
 from spillway.assembly import prepared
-from spillway.plan import search
-from spillway.plan.search import _Search, _Timed
+from spillway.plan import make
+from spillway.plan.search import Search, Timed
 from spillway.spec.plan import Placement, UnitPlacement
 
 LIVING, VISITING = (1, 2), (0, 3, 4)
 
 
-class Together(_Search):
+class Together(Search):
     """Finds plans in which some units live on the device and the updates of others visit it."""
 
-    def run(self) -> _Timed:
+    def run(self) -> Timed:
         placement = super().run().candidate.placement
         units = list(placement.units)
         for unit in LIVING:
@@ -29,10 +29,10 @@ class Together(_Search):
         return self._simulate(self._candidates.of(replace(placement, units=tuple(units)), late, VISITING))
 
 
-class Mixed(_Search):
+class Mixed(Search):
     """Finds plans that leave every other update to the next forward, and make some of both kinds on the device."""
 
-    def run(self) -> _Timed:
+    def run(self) -> Timed:
         placement = super().run().candidate.placement
         late = [unit for unit in range(len(placement.units)) if unit % 2 or placement.units[unit].defers]
         return self._simulate(self._candidates.of(placement, late, VISITING))
@@ -66,7 +66,7 @@ def test_units_that_live_on_the_device_beside_updates_that_visit_it_have_the_sam
     update: str, max_grad_norm: float | None, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, plain = trained(tmp_path / "plain", update, states, max_grad_norm)
-    monkeypatch.setattr(search, "_Search", Together)
+    monkeypatch.setattr(make, "Search", Together)
     found, placement = trained(tmp_path / "together", update, states, max_grad_norm)
     assert not plain.visits and [placement.units[unit].states for unit in LIVING] == ["device"] * len(LIVING)
     assert [placement.units[unit].visits for unit in VISITING] == [True] * len(VISITING)
@@ -79,7 +79,7 @@ def test_steps_of_several_backwards_may_leave_some_updates_to_the_first_forward_
     states: str, max_grad_norm: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = trained(tmp_path / "plain", "serial", states, max_grad_norm, accumulation=3)
-    monkeypatch.setattr(search, "_Search", Mixed)
+    monkeypatch.setattr(make, "Search", Mixed)
     found, placement = trained(tmp_path / "mixed", "overlap", states, max_grad_norm, accumulation=3)
     late = [where.defers for where in placement.units]
     assert any(late) and (not all(late) or (max_grad_norm is not None and states == "host"))

@@ -1,32 +1,25 @@
 """The planner: closed forms rank the ways to fill memory, the simulator decides among the best."""
 
-import gc
-from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from operator import attrgetter, itemgetter
 
 from spillway.plan.bounds import busiest, least_computing, lower_bound
 from spillway.plan.candidates import Candidate, Candidates
-from spillway.plan.check import check
 from spillway.plan.fill import Filler
-from spillway.plan.lower import complete, lower_step, wary_step
+from spillway.plan.lower import lower_step, wary_step
 from spillway.plan.policies import POLICIES
-from spillway.plan.pools import recomputed_flops, stored_bytes
+from spillway.plan.pools import recomputed_flops
 from spillway.plan.request import PlanRequest, Space, space_of
 from spillway.plan.simulate import step_seconds
 from spillway.plan.spare import Spare
 from spillway.plan.start import Start
-from spillway.plan.swap import outputs
 from spillway.plan.thin import in_few_parts, thinned
 from spillway.plan.variants import Variants
 from spillway.spec.errors import PlanInfeasible, UsageError, required
 from spillway.spec.hardware import Budget, HardwareSpec
 from spillway.spec.model import ModelProfile
-from spillway.spec.plan import IN_PLACE, KeepPoints, Placement, Plan
-from spillway.spec.sizes import counted, format_size
+from spillway.spec.plan import Placement, Plan
 
 # Operations that are simulated before the best plan so far has to do: some seconds of them.
 _PATIENCE = 300_000
@@ -46,15 +39,14 @@ _NEAR, _NEAR_VISITING = 1.06, 1.25
 _FINALISTS = 2
 _MOST_FINALISTS = 4
 _FINAL_OPS = 8_000
-_AHEAD_SHARES = (
-    2.0,
-    1.0,
-    0.5,
-)  # of the states that drives have time to read in backward, for updates in the next forward
+# Of the states that drives have time to read in backward, for updates in the next forward.
+_AHEAD_SHARES = (2.0, 1.0, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
+class Timed:
+    """A candidate, the lists of a whole step of it, its predicted seconds, and the lane that is busiest then."""
+
     candidate: Candidate
     plan: Plan
     seconds: float
@@ -64,130 +56,9 @@ class _Timed:
 _seconds = attrgetter("seconds")
 
 
-def make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> Plan:
-    """The plan that training executes.
+class Search:
+    """For the fastest plan of one model, machine, budget and space of choices."""
 
-    Raises PlanInfeasible naming the tier that is short and the smallest budget that works, UsageError where forced
-    choices contradict each other.
-    """
-    problem: PlanInfeasible | None = None  # of what needs least
-    with _uncollected():
-        for asked in _with_fewer_points(request):
-            try:
-                plan = _make_plan(model, hardware, budget, asked)
-            except PlanInfeasible as error:
-                problem = error
-                continue
-            return plan if asked.keep == request.keep else replace(plan, notes=(*plan.notes, *_on_fewer(asked.keep)))
-    raise required(problem, "a request that asks for nothing")
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the collector of reference cycles: lists of operations have none, and it would walk them over and over,
-    which is half of the time that a long one takes."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _with_fewer_points(request: PlanRequest) -> Iterator[PlanRequest]:
-    """As asked for; and where the drives have no room for that, with fewer and fewer saved points, in the end with
-    steps made in place: not once a run has a point that must stay."""
-    yield request
-    if not request.has_store or request.fixed is not None:
-        return
-    for last in range(request.keep.last - 1, 0, -1):
-        yield replace(request, keep=replace(request.keep, last=last))
-    if request.goes_on:
-        return
-    if request.keep.last:
-        yield replace(request, keep=IN_PLACE)
-    if request.keep.last or request.keep.of_memory:
-        yield replace(request, keep=replace(IN_PLACE, of_memory=False))
-
-
-def _on_fewer(keep: KeepPoints) -> list[str]:
-    """Steps in place have a note of their own."""
-    return [f"the drives have room for {counted(keep.last, 'saved point')}, not more"] if keep.last else []
-
-
-def _make_plan(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> Plan:
-    space = space_of(request)
-    if request.streams is not None and request.streams > 1 and hardware.device == "cpu":
-        raise UsageError("a CPU computes each micro-batch on all its cores: leave streams out, which are a GPU's")
-    if not model.calls:
-        budget = _before_calls_are_known(model, hardware, budget)
-    best = _Search(model, hardware, budget, request, space).run()
-    return _finished(model, hardware, request, best)
-
-
-def _finished(model: ModelProfile, hardware: HardwareSpec, request: PlanRequest, timed: _Timed) -> Plan:
-    """With all that training and the user read of it."""
-    plan = complete(model, timed.plan)
-    check(plan)
-    return replace(
-        plan,
-        step_seconds=timed.seconds,
-        wary_step_seconds=step_seconds(plan, hardware, wary=True)[0] if plan.wary_ops else 0.0,
-        bottleneck=timed.bottleneck,
-        peaks=timed.candidate.peaks,
-        notes=_notes(model, timed.candidate, request),
-    )
-
-
-def fits(model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> bool:
-    """Whether there is any plan; takes far less than making one."""
-    space = space_of(request)
-    for asked in _with_fewer_points(request):
-        try:
-            Start(Candidates(model, hardware, budget, asked, space)).smallest(_first_mode(space))
-        except PlanInfeasible:
-            continue
-        return True
-    return False
-
-
-def swapped_plans(
-    model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest, points: int = 9
-) -> list[tuple[float, Plan]]:
-    """The plan that recomputes, with more and more activations moved off the device in the order of LoHan's algorithm
-    1: bytes moved besides inputs of units, and the plan. Raises PlanInfeasible."""
-    start = make_plan(model, hardware, budget, replace(request, activations="recompute"))
-    space = space_of(request)
-    candidates = Candidates(model, hardware, budget, replace(request, fixed=start.placement), space)
-    ordered = outputs(model, start.placement.acts, space.keeps)
-    ends = list(accumulate(output.num_bytes for output in ordered))
-    found: dict[float, Plan] = {}
-    for point in range(points):
-        chosen = ordered[: bisect_right(ends, ends[-1] * point // (points - 1)) if ends else 0]
-        candidate = Filler(candidates).moved(candidates.of(start.placement), chosen)
-        plan = lower_step(model, candidate.placement)
-        timed = _Timed(candidate, plan, *step_seconds(plan, hardware))
-        pairs = zip(model.calls, candidate.placement.acts, strict=True)
-        moved = sum(stored_bytes(call, kept) - call.act_bytes for call, kept in pairs if kept.tier != "device")
-        found[moved] = _finished(model, hardware, request, timed)
-    return sorted(found.items())
-
-
-def _first_mode(space: Space) -> str:
-    """What memory is filled for; which updates then run when is looked at later."""
-    return "overlap" if space.update == "auto" else space.update
-
-
-def _before_calls_are_known(model: ModelProfile, hardware: HardwareSpec, budget: Budget) -> Budget:
-    """Half of what is left stays for activations; of the host's only where they may come to lie there."""
-    ours = budget.host_bytes - budget.process_bytes
-    if hardware.device == "cpu" or any(unit.num_trainable for unit in model.units):
-        ours //= 2
-    return replace(budget, device_bytes=budget.device_bytes // 2, host_bytes=budget.process_bytes + ours)
-
-
-class _Search:
     def __init__(
         self, model: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest, space: Space
     ) -> None:
@@ -201,14 +72,14 @@ class _Search:
         self._request = request
         self._space = space
         self._simulated = 0
-        self._estimated: list[_Timed] = []
+        self._estimated: list[Timed] = []
         self._seen: dict[Placement, Candidate] = {}
         # So many units that plans take long to simulate; of calls that are known, or there is no step to compare.
         self._is_large = len(model.units) > _WIDELY and least_computing(model, hardware, request.accumulation) > 0
 
-    def run(self) -> _Timed:
+    def run(self) -> Timed:
         """The fastest plan that was found."""
-        best: _Timed | None = None
+        best: Timed | None = None
         finalists, before = self._finalists(), self._simulated
         for number, found in enumerate(finalists):
             if number >= _FINALISTS and self._simulated - before > _FINAL_OPS:
@@ -219,7 +90,7 @@ class _Search:
                 best = whole
         return self._with_streams(self._with_read_ahead(required(best, "a search without finalists")))
 
-    def _finalists(self) -> list[_Timed]:
+    def _finalists(self) -> list[Timed]:
         best = self._find()
         if not self._is_large:
             return [best]
@@ -230,7 +101,7 @@ class _Search:
         of_each_kind = sorted({_kind(found): found for found in reversed(near)}.values(), key=_seconds)
         return list({found.candidate.placement: found for found in (*of_each_kind, *near[:_MOST_FINALISTS])}.values())
 
-    def _best_with_living_units(self, best: _Timed) -> _Timed:
+    def _best_with_living_units(self, best: Timed) -> Timed:
         """Of all ways to fill memory whose updates may visit the device: what one of them loses by leaving the device
         room it may gain twice by the units that live there."""
         least = least_computing(self._model, self._hardware, self._request.accumulation)
@@ -244,7 +115,7 @@ class _Search:
                 best = min(best, self._time(way), key=_seconds)
         return best
 
-    def _with_living_units(self, best: _Timed) -> _Timed:
+    def _with_living_units(self, best: Timed) -> Timed:
         """That plan with units that live on the device, beside updates that visit it, where that makes it faster."""
         if not self._searches_freely or self._request.fixed is not None:
             return best
@@ -253,7 +124,7 @@ class _Search:
             return best
         return min(map(self._simulate, (best.candidate, *ways)), key=_seconds)
 
-    def _with_wider_window(self, best: _Timed) -> _Timed:
+    def _with_wider_window(self, best: Timed) -> Timed:
         """That plan with more slots, where that is worth the memory."""
         wider = self._spare.with_wider_window(best.candidate)
         if wider is best.candidate:
@@ -261,7 +132,7 @@ class _Search:
         found = self._time(wider)
         return found if _CLOSE * found.seconds < best.seconds else best
 
-    def _with_more_slabs(self, best: _Timed) -> _Timed:
+    def _with_more_slabs(self, best: Timed) -> Timed:
         """That plan with more states on their way, or with that and its updates at another moment, where it is as fast:
         besides what the simulation shows, they make up for a drive whose speed varies."""
         deeper = self._spare.with_more_slabs(best.candidate)
@@ -274,7 +145,7 @@ class _Search:
                 fastest = min(fastest, self._time(found), key=_seconds)
         return fastest if fastest.seconds <= best.seconds else best
 
-    def _with_read_ahead(self, best: _Timed) -> _Timed:
+    def _with_read_ahead(self, best: Timed) -> Timed:
         """That plan with states for the next forward read in backward, where that makes the step faster; with a wider
         window, too, for what the drives read in backward otherwise leaves them no time for that."""
         if not self._space.policy.reads_ahead or not self._model.calls:
@@ -289,7 +160,7 @@ class _Search:
         fastest = min(map(self._simulate, ways), key=_seconds)
         return fastest if _CLOSE * fastest.seconds < best.seconds else best
 
-    def _with_read_ahead_where_clipped(self, best: _Timed, ways: list[Candidate]) -> _Timed:
+    def _with_read_ahead_where_clipped(self, best: Timed, ways: list[Candidate]) -> Timed:
         """Of a plan that speculates, in steps that do not: the best of these ways, where other steps are as fast."""
         seconds = {way.placement: self._clipped_seconds(way) for way in ways}
         fastest = self._simulate(min(ways, key=lambda way: seconds[way.placement]))
@@ -300,7 +171,7 @@ class _Search:
         plan = wary_step(self._model, self._lowered(self._model, candidate.placement))
         return step_seconds(plan, self._hardware, wary=True)[0]
 
-    def _with_streams(self, best: _Timed) -> _Timed:
+    def _with_streams(self, best: Timed) -> Timed:
         """That plan with as many micro-batches side by side as the memory that is left has room for (STRONGHOLD). The
         simulation gives nothing for it: what it gains, the kernels of small micro-batches leave idle."""
         if self._request.streams is not None:
@@ -309,7 +180,7 @@ class _Search:
         plan = replace(best.plan, placement=replace(best.plan.placement, streams=candidate.placement.streams))
         return replace(best, candidate=candidate, plan=plan)
 
-    def _find(self) -> _Timed:
+    def _find(self) -> Timed:
         floor = _CLOSE * least_computing(self._model, self._hardware, self._request.accumulation)
         best = self._best_of(self._fillings(), None, floor)
         for space in self._spaces_of_others() if best.seconds > floor else ():
@@ -320,7 +191,7 @@ class _Search:
             best = min(map(self._climb, starts), key=_seconds)
         return best
 
-    def _best_of(self, fillings: Iterator[Candidate], best: _Timed | None, floor: float) -> _Timed:
+    def _best_of(self, fillings: Iterator[Candidate], best: Timed | None, floor: float) -> Timed:
         """The best so far or of these; the first that takes no longer than `floor` does."""
         bounds: dict[Placement, float] = {}
         tried: Placement | None = None
@@ -338,9 +209,9 @@ class _Search:
                 best = self._best_variant(best, self._seen[place], bounds[place])
         return required(best, "nothing was left to choose from")
 
-    def _best_variant(self, best: _Timed | None, candidate: Candidate, bound: float) -> _Timed:
+    def _best_variant(self, best: Timed | None, candidate: Candidate, bound: float) -> Timed:
         """The best so far or a faster way to update of this candidate, whose ways all take `bound` at least."""
-        first: _Timed | None = None
+        first: Timed | None = None
         for variant in self._variants.of(candidate):
             if best is not None and (best.seconds <= _CLOSE * bound or self._simulated > _PATIENCE):
                 break
@@ -367,7 +238,7 @@ class _Search:
             if self._candidates.fits(found):
                 yield found
 
-    def _climb(self, best: _Timed) -> _Timed:
+    def _climb(self, best: Timed) -> Timed:
         """To a placement that no change of one unit or one call makes faster."""
         while True:
             before = best
@@ -379,7 +250,7 @@ class _Search:
     def _fillings(self) -> Iterator[Candidate]:
         """Of the whole space, and of those without the drives."""
         needs_drives = None
-        start = Start(self._candidates).deepest(_first_mode(self._space))
+        start = Start(self._candidates).deepest(first_mode(self._space))
         for candidate in self._filler.fillings(start, self._searches_widely):
             if needs_drives is None:
                 needs_drives = any("disk" in (where.weights, where.states) for where in candidate.placement.units)
@@ -408,7 +279,7 @@ class _Search:
             return
         candidates = Candidates(self._model, self._hardware, self._budget, self._request, space)
         try:
-            start = Start(candidates).deepest(_first_mode(space))
+            start = Start(candidates).deepest(first_mode(space))
         except PlanInfeasible:
             return
         yield from Filler(candidates).fillings(start, self._searches_widely)
@@ -443,7 +314,7 @@ class _Search:
         pairs = zip(self._model.calls, candidate.placement.acts, strict=True)
         return sum(recomputed_flops(call, kept) for call, kept in pairs)
 
-    def _better(self, best: _Timed | None, candidate: Candidate) -> _Timed:
+    def _better(self, best: Timed | None, candidate: Candidate) -> Timed:
         if best is not None and self._bound_of(candidate.placement) >= best.seconds:
             return best
         found = self._time(candidate)
@@ -452,26 +323,26 @@ class _Search:
     def _bound_of(self, placement: Placement) -> float:
         return lower_bound(self._model, placement, self._hardware)
 
-    def _time(self, candidate: Candidate) -> _Timed:
+    def _time(self, candidate: Candidate) -> Timed:
         return self._estimate(candidate) if self._is_large else self._simulate(candidate)
 
-    def _time_whole(self, found: _Timed) -> _Timed:
+    def _time_whole(self, found: Timed) -> Timed:
         return self._simulate(found.candidate) if self._is_large else found
 
-    def _estimate(self, candidate: Candidate) -> _Timed:
+    def _estimate(self, candidate: Candidate) -> Timed:
         """As much above the bound as a step of fewer units is."""
         coarse = in_few_parts(self._model, candidate.placement)
         fewer, thin = thinned(self._model, self._candidates.kinds, coarse, _WIDELY / len(self._model.units))
         plan = self._lowered(fewer, thin)
         seconds, bottleneck = step_seconds(plan, self._hardware)
         over = seconds / lower_bound(fewer, thin, self._hardware)
-        found = _Timed(candidate, plan, over * lower_bound(self._model, coarse, self._hardware), bottleneck)
+        found = Timed(candidate, plan, over * lower_bound(self._model, coarse, self._hardware), bottleneck)
         self._estimated.append(found)
         return found
 
-    def _simulate(self, candidate: Candidate) -> _Timed:
+    def _simulate(self, candidate: Candidate) -> Timed:
         plan = self._lowered(self._model, candidate.placement)
-        return _Timed(candidate, plan, *step_seconds(plan, self._hardware))
+        return Timed(candidate, plan, *step_seconds(plan, self._hardware))
 
     def _lowered(self, model: ModelProfile, placement: Placement) -> Plan:
         plan = lower_step(model, placement)
@@ -479,11 +350,11 @@ class _Search:
         return plan
 
 
-def _near(found: _Timed) -> float:
+def _near(found: Timed) -> float:
     return _NEAR_VISITING if found.candidate.placement.visits else _NEAR
 
 
-def _kind(found: _Timed) -> tuple[bool, str, bool]:
+def _kind(found: Timed) -> tuple[bool, str, bool]:
     """What estimates tell apart less well than how memory is filled."""
     placement = found.candidate.placement
     keeps = any(kept.tape or kept.everything for kept in placement.acts)
@@ -498,22 +369,6 @@ def _try_space(request: PlanRequest) -> Space | None:
         return None
 
 
-def _notes(model: ModelProfile, candidate: Candidate, request: PlanRequest) -> tuple[str, ...]:
-    notes = []
-    placement = candidate.placement
-    if request.has_store and not placement.keep.last:
-        may_stop = placement.keep.of_memory or all(where.states in ("disk", "none") for where in placement.units)
-        stopped = "a run that is stopped goes on, and a crash" if may_stop else "a stop or a crash"
-        notes.append(
-            "no saved points, the drives hold one copy that each step overwrites: the model is written every "
-            f"--save-steps, {stopped} loses the optimizer states"
-        )
-    elif request.has_store and any(where.states in ("host", "device") for where in placement.units):
-        notes.append("some optimizer states rest in memory: saved points are --save-steps apart")
-    if any(where.grads == "disk" for where in placement.units if where.states != "none"):
-        notes.append("gradients wait on disk for the global norm: more host memory, or no clipping, avoids that")
-    pairs = zip(model.calls, placement.acts, strict=True)
-    moved = sum(stored_bytes(call, kept) for call, kept in pairs if kept.tier == "disk")
-    if moved:
-        notes.append(f"{format_size(moved)} of activations pass over the drives in every forward and backward")
-    return tuple(notes)
+def first_mode(space: Space) -> str:
+    """What memory is filled for; which updates then run when is looked at later."""
+    return "overlap" if space.update == "auto" else space.update

@@ -30,8 +30,8 @@ from spillway.integrations.huggingface import (
 )
 from spillway.model.profile import batch_rows
 from spillway.optim.config import Rule, settings_of, state_format
+from spillway.plan.make import fits, make_plan, swapped_plans
 from spillway.plan.request import PlanRequest
-from spillway.plan.search import fits, make_plan, swapped_plans
 from spillway.planner import PROCESS_RESERVE
 from spillway.planning.profiler import ModelProfiler
 from spillway.report.progress import Reporter
