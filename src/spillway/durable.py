@@ -44,9 +44,10 @@ def write_into(spare: Path, path: Path, text: str) -> None:
 
 def reserve_spare(spare: Path, num_bytes: int) -> None:
     """Take the room that `write_into` needs for so many bytes, and some more. Raises OSError."""
-    if not spare.exists() or spare.stat().st_size < num_bytes:
-        with open(spare, "wb") as file:
-            file.write(b" " * align(num_bytes + num_bytes // 4, PAGE))
+    has = spare.stat().st_size if spare.exists() else 0
+    if has < num_bytes:
+        with open(spare, "ab") as file:
+            file.write(b" " * (align(num_bytes + num_bytes // 4, PAGE) - has))
             file.flush()
             os.fsync(file.fileno())
 

@@ -97,7 +97,7 @@ def _remove(files: list[Path]) -> None:
 
 def _spare(directory: Path) -> Path:
     """One of the files with room, or a new one."""
-    return min(directory.glob(_SPARE.format("*")), default=directory / _SPARE.format(0))
+    return min(spare_files(directory), default=directory / _SPARE.format(0))
 
 
 def manifest_files(directory: Path) -> list[tuple[int, Path]]:
@@ -106,6 +106,11 @@ def manifest_files(directory: Path) -> list[tuple[int, Path]]:
         return []
     found = [(int(match[1]), file) for file in directory.iterdir() if (match := _NAME.fullmatch(file.name))]
     return sorted(found, reverse=True)
+
+
+def spare_files(directory: Path) -> list[Path]:
+    """Those that have room for saved points to come."""
+    return list(directory.glob(_SPARE.format("*")))
 
 
 def load_manifests(directory: Path) -> tuple[list[Manifest], list[str]]:

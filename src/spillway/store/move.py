@@ -9,7 +9,7 @@ from spillway.native import DiskEngine
 from spillway.spec.errors import DiskError
 from spillway.store.arena import Arena
 from spillway.store.disk import Extent, Geometry, StripedDisk, locked
-from spillway.store.manifest import Manifest, load_manifests, manifest_files, save_manifest
+from spillway.store.manifest import Manifest, load_manifests, manifest_files, save_manifest, spare_files
 from spillway.store.space import Space
 
 _WINDOW_BYTES = 32 << 20
@@ -76,8 +76,7 @@ def move(
     for file in was.files():
         file.unlink(missing_ok=True)
     if directory.resolve() != paths[0].resolve():
-        for _, file in manifest_files(directory):
-            file.unlink(missing_ok=True)
+        _drop_points(directory)
     return written
 
 
@@ -92,8 +91,15 @@ def drop_left_behind(before: tuple[Path, ...], now: Geometry) -> None:
         return
     for path in left:
         with suppress(DiskError), locked(path):
-            for file in [*path.glob("spillway.data*"), *(file for _, file in manifest_files(path))]:
+            for file in path.glob("spillway.data*"):
                 file.unlink(missing_ok=True)
+            _drop_points(path)
+
+
+def _drop_points(directory: Path) -> None:
+    """Manifests, and the room for more."""
+    for file in [*(file for _, file in manifest_files(directory)), *spare_files(directory)]:
+        file.unlink(missing_ok=True)
 
 
 def _copy(old: StripedDisk, source: Extent, new: StripedDisk, target: Extent, progress: Callable[[int], None]) -> None:
