@@ -29,10 +29,10 @@ def command(inputs: tuple[Path, Path], run: Path) -> list[str]:
     return ["train", model, data, "-o", str(run), *fixed, "--states", "disk", "--weights", "disk", "--max-steps", "6"]
 
 
-def train(inputs: tuple[Path, Path], run: Path, fault: str) -> tuple[int, str]:
+def train(inputs: tuple[Path, Path], run: Path, fault: str, *more: str) -> tuple[int, str]:
     """The exit code, and what was said."""
     errors = run.with_suffix(".errors")
-    code = killing.finish(killing.start(command(inputs, run), killing.Failing(fault), errors))
+    code = killing.finish(killing.start([*command(inputs, run), *more], killing.Failing(fault), errors))
     return code, " ".join(errors.read_text().split())
 
 
@@ -67,18 +67,27 @@ def test_a_store_path_that_is_gone_is_named_when_the_run_goes_on(inputs: tuple[P
     assert code == 5 and "spillway.data, a part of the saved run, is missing" in message
 
 
+IN_MEMORY = ("--states", "host", "--weights", "host", "--save-steps", "2")
+ROOMS = {
+    "every step is saved": ("full:100:1", ()),
+    "steps in place": ("full:100:1", ("--save-total-limit", "0", "--save-steps", "1")),
+    "states in memory": ("full:45:1", IN_MEMORY),
+}
+
+
+@pytest.mark.parametrize("case", ROOMS)
 def test_a_drive_that_others_fill_meanwhile_stops_nothing_before_the_model_is_written(
-    inputs: tuple[Path, Path], tmp_path: Path, expected: Path
+    case: str, inputs: tuple[Path, Path], tmp_path: Path, expected: Path
 ) -> None:
-    run = tmp_path / "run"
-    code, said = train(inputs, run, "full:100:1")
+    run, (fault, more) = tmp_path / "run", ROOMS[case]
+    code, said = train(inputs, run, fault, *more)
     assert code == 5, said
     assert f"warning: {run}/metrics.jsonl cannot be written (No space left on device)" in said
     assert f"the model cannot be written to {run}/model: No space left on device" in said and "Traceback" not in said
     point = load_manifest(run / "store")
     assert point is not None and point.step == 6, "every step was made and saved"
     assert len((run / "metrics.jsonl").read_text().splitlines()) < 6
-    assert killing.finish(killing.start(command(inputs, run))) == 0
+    assert killing.finish(killing.start([*command(inputs, run), *more])) == 0
     (lines, ours), (all_lines, theirs) = killing.outcome(run), killing.outcome(expected)
     assert killing.same(([], ours), ([], theirs))
     assert set(lines) < set(all_lines) and lines[-1] == all_lines[-1], "lines that found no room are not there"

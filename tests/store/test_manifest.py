@@ -39,6 +39,19 @@ def test_a_manifest_takes_the_room_of_the_one_that_it_supersedes(tmp_path: Path)
     assert load_manifest(tmp_path) == large
 
 
+def test_room_for_manifests_is_taken_once_and_the_largest_is_used(tmp_path: Path) -> None:
+    for step in range(1, 4):
+        reserve_manifests(tmp_path, MANIFEST)  # as every start of a run does
+        save_manifest(tmp_path, dataclasses.replace(MANIFEST, step=step))
+    reserve_manifests(tmp_path, MANIFEST)
+    assert len(list(tmp_path.iterdir())) == 2
+    (tmp_path / "step.0.spare").write_text("")
+    save_manifest(tmp_path, dataclasses.replace(MANIFEST, step=4))
+    assert (tmp_path / "step.0.spare").stat().st_size == 0 and load_manifests(tmp_path)[0][0].step == 4
+    reserve_manifests(tmp_path, MANIFEST)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_manifest_under_the_name_of_another_step_is_not_used(tmp_path: Path) -> None:
     save_manifest(tmp_path, MANIFEST)
     (tmp_path / "step-00000003.json").rename(tmp_path / "step-00000002.json")

@@ -139,6 +139,7 @@ class SavedPoints:
         if self.directory is not None and self.can_save(store):
             first = self._manifest(store, self._describe(0), _current(store))
             reserve_manifests(self.directory, first, self._num_kept)
+            self.on_commit(0)  # what notes the step has its room, too
 
     def after_step(self, store: PlacedStore, step: int) -> None:
         """Commit, where every step is a saved point; finish the one that was written during this step."""

@@ -53,6 +53,9 @@ class MetricsFile:
         """Write one line and let it reach the system. What went wrong, where something did: the line is written with
         the next one then, for training does not end for want of it."""
         self._pending += (json.dumps(to_json(metrics)) + "\n").encode()
+        return self._write()
+
+    def _write(self) -> OSError | None:
         whole, left = os.fstat(self._file.fileno()).st_size, self._pending
         try:
             while left:
@@ -64,7 +67,8 @@ class MetricsFile:
         return None
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, with what waits written, if there is room now."""
+        self._write()
         self._file.close()
 
 

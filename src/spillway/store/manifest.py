@@ -12,6 +12,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, count, islice
 from pathlib import Path
 
 from spillway.durable import reserve_spare, sync_directory, write_into
@@ -66,10 +67,14 @@ def save_manifest(directory: Path, manifest: Manifest, keep_last: int = 1) -> No
 def reserve_manifests(directory: Path, like: Manifest, keep_last: int = 1) -> None:
     """Take the room on the drive for as many as are kept and the one that is being written, if they are like this one.
     Raises DiskError."""
-    num_bytes = len(_text(like))
+    num_bytes, needed = len(_text(like)), max(keep_last + 1 - len(manifest_files(directory)), 0)
+    known = spare_files(directory)
+    new = (file for number in count() if (file := directory / _SPARE.format(number)) not in known)
     try:
-        for number in range(keep_last + 1 - len(manifest_files(directory))):
-            reserve_spare(directory / _SPARE.format(number), num_bytes)
+        for spare in islice(chain(known, new), needed):
+            reserve_spare(spare, num_bytes)
+        for surplus in known[needed:]:
+            surplus.unlink(missing_ok=True)
     except OSError as error:
         raise DiskError(f"there is no room for saved points in {directory}: {error.strerror}") from error
 
@@ -97,7 +102,7 @@ def _remove(files: list[Path]) -> None:
 
 def _spare(directory: Path) -> Path:
     """One of the files with room, or a new one."""
-    return min(spare_files(directory), default=directory / _SPARE.format(0))
+    return next(iter(spare_files(directory)), directory / _SPARE.format(0))
 
 
 def manifest_files(directory: Path) -> list[tuple[int, Path]]:
@@ -109,8 +114,8 @@ def manifest_files(directory: Path) -> list[tuple[int, Path]]:
 
 
 def spare_files(directory: Path) -> list[Path]:
-    """Those that have room for saved points to come."""
-    return list(directory.glob(_SPARE.format("*")))
+    """Those that have room for saved points to come, the largest first."""
+    return sorted(directory.glob(_SPARE.format("*")), key=lambda file: file.stat().st_size, reverse=True)
 
 
 def load_manifests(directory: Path) -> tuple[list[Manifest], list[str]]:

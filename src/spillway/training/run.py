@@ -258,8 +258,11 @@ class _Run:
         if self._points.are_kept:
             self._training.session.come_to_rest()
             self._points.save_behind(self._training.session.store, self._progress.step)
-        else:
+            return
+        try:
             self._save_model()
+        except DiskError as error:  # the drive is full, and what is trained is in the store
+            self._reporter.say(f"warning: {error} (training goes on)")
 
     def _save(self) -> None:
         if self._progress.step == 0:
