@@ -38,7 +38,7 @@ $(VENV)/.test-tools: pyproject.toml $(NATIVE) | $(VENV)/.torch
 demo: $(VENV)/.installed
 	@echo "The demo makes its own model (random weights) and trains it on the help topics every Python carries."
 	@test -f $(DEMO)/llama-128m/model.safetensors || $(BIN)/python examples/demo.py $(DEMO)
-	rm -rf $(DEMO)/run
+	@test ! -e $(DEMO)/run/model || rm -rf $(DEMO)/run  # one that was interrupted goes on
 	$(BIN)/spillway train $(DEMO)/llama-128m $(DEMO)/text -o $(DEMO)/run --host-memory 800MB --max-length 256 \
 	  --per-device-train-batch-size 2 --max-steps 50 --learning-rate 5e-4 --dtype $(DTYPE)
 	@echo "look at $(DEMO)/run: plan.json, metrics.jsonl, trace.json (open it in ui.perfetto.dev), model/"

@@ -84,6 +84,7 @@ def test_a_drive_that_others_fill_meanwhile_stops_nothing_before_the_model_is_wr
     assert code == 5, said
     assert f"warning: {run}/metrics.jsonl cannot be written (No space left on device)" in said
     assert f"the model cannot be written to {run}/model: No space left on device" in said and "Traceback" not in said
+    assert "the last step is saved, and the same command writes the model" in said
     point = load_manifest(run / "store")
     assert point is not None and point.step == 6, "every step was made and saved"
     assert len((run / "metrics.jsonl").read_text().splitlines()) < 6

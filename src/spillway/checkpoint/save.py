@@ -91,8 +91,7 @@ def save_weights(
         if isinstance(error, DiskError):
             raise
         raise DiskError(
-            f"the model cannot be written to {directory}: {error.strerror}; the run itself is safe: free some "
-            f"room and run the same command again"
+            f"the model cannot be written to {directory}: {error.strerror}: free some room there"
         ) from error
     return names
 

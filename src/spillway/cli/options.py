@@ -34,7 +34,7 @@ FIRST_PAGE = {
 }
 MORE = {
     "eval_steps": "Steps between evaluations of --eval-data.",
-    "save_total_limit": "Saved points to keep; an older one serves if the newest is damaged. 0: half the disk.",
+    "save_total_limit": "Saved points to keep, older ones for damage. 0: only one at a stop, half the disk.",
     "max_grad_norm": "Clip by the exact global norm; 0 turns clipping off and lets updates overlap backward.",
     "clip_by": "norm, unit (each block by its own norm) or value (each element), within --max-grad-norm.",
     "loss_scale": "auto (dynamic for float16), dynamic, or a number.",

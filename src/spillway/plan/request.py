@@ -39,6 +39,11 @@ class Space:
     update: str  # a mode, or "auto"
     policy: Policy
 
+    @property
+    def may_defer(self) -> bool:
+        """Whether some units may leave their updates to the next forward and others not."""
+        return self.update == "auto" and "deferred" in self.policy.updates
+
     def in_memory(self) -> "Space | None":
         """The same without the drives for weights, states and gradients: slabs that these pass through are then not
         needed, so all of them may fit where a part does not. None where that is no other space."""

@@ -258,14 +258,12 @@ class Search:
         if needs_drives and self._request.fixed is None:
             for space in (self._space.in_memory(), self._space.without_drives()):
                 yield from self._fillings_of(space)
-        if self._space.update == "auto" and not self._request.clip and self._request.fixed is None:
+        if self._space.may_defer and not self._request.clip and self._request.fixed is None:
             yield from self._fillings_beside_gradients(start)
 
     def _fillings_beside_gradients(self, first: Candidate) -> Iterator[Candidate]:
         """Of the whole space, with room for gradients whose updates are left to the next forward: where nothing waits
         for the norm, memory is otherwise full without them."""
-        if "deferred" not in self._space.policy.updates:
-            return
         try:
             start = Start(self._candidates).deepest("deferred")
         except PlanInfeasible:

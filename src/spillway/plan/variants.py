@@ -54,7 +54,7 @@ class Variants:
         placement, none = candidate.placement, frozenset[int]()
         trained = [unit for unit, where in enumerate(placement.units) if where.states != "none"]
         soon = [unit for unit in trained if not placement.units[unit].defers]
-        may_defer = self._space.update == "auto" and "deferred" in self._space.policy.updates
+        may_defer = self._space.may_defer
         visiting = self._visitors(candidate, trained)
         if soon and may_defer:
             yield placement.update, spread(soon, _FIRST_SHARE), none

@@ -119,7 +119,11 @@ class _Run:
             raise self._written_enough()
         stop.waits = False  # what follows can be done again
         self._reporter.say(f"writing the model to {training.output}")
-        save_pretrained(training.model, training.output)
+        try:
+            save_pretrained(training.model, training.output)
+        except DiskError as error:
+            then = "; the last step is saved, and the same command writes the model" if self._can_save else ""
+            raise DiskError(f"{error}{then}") from error
         self._telling.note_model()
         note_written(training.directory, progress.step)
         self._telling.write_trace()
@@ -261,8 +265,8 @@ class _Run:
             return
         try:
             self._save_model()
-        except DiskError as error:  # the drive is full, and what is trained is in the store
-            self._reporter.say(f"warning: {error} (training goes on)")
+        except DiskError as error:  # it is the last thing to lose a run for
+            self._reporter.say(f"warning: {error}; training goes on")
 
     def _save(self) -> None:
         if self._progress.step == 0:
