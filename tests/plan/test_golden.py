@@ -1,6 +1,6 @@
 """Plans are reviewed like code: a change of the planner shows up as a change of these files.
 
-After an intended change: `python tests/plan/test_golden.py` writes them again.
+After an intended change: `PYTHONPATH=tests python tests/plan/test_golden.py` writes them again.
 """
 
 from pathlib import Path
@@ -51,6 +51,11 @@ CASES = {
         profiles.chain(2),
         TIGHT,
         PlanRequest("deferred", "disk", "disk", accumulation=2, activations="recompute"),
+    ),
+    "sums-on-disk": (
+        profiles.chain(2),
+        Budget(6 * 10**7, 4 * 10**7, 10**12, 10**7),
+        PlanRequest("serial", "disk", "disk", accumulation=2, activations="recompute"),
     ),
     "overlap-disk-tape": (
         profiles.chain(3, flops=1e12),

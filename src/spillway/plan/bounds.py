@@ -79,7 +79,7 @@ def busiest(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -
     """Seconds of the busiest resource in the forwards and backwards of a step with its update (LoHan's and Fuyou's
     maxima, for any placement)."""
     forward, backward, update = _parts(model, placement)
-    return ((forward + backward).times(placement.accumulation) + update).seconds(hardware)
+    return (_others(model, placement) + forward + backward + update).seconds(hardware)
 
 
 def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> float:
@@ -87,7 +87,7 @@ def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpe
     nothing of it but what is read ahead, and backward begins when forward is over with the late updates, all of which
     precede it but for the writing of what is in slabs."""
     forward, backward, update = _parts(model, placement)
-    others = (forward + backward).times(placement.accumulation - 1)  # rounds
+    others = _others(model, placement)
     whole = others + forward + backward + update
     if placement.in_turn:
         return whole.seconds_in_turn(hardware)
@@ -130,7 +130,7 @@ def is_held_up_by_recomputing(model: ModelProfile, placement: Placement, hardwar
         return again > 0
     within = _update([(unit, where) for unit, where in _used(model, placement) if not where.defers])
     behind = backward if placement.update == "serial" else backward + within
-    whole = (forward + backward).times(placement.accumulation) + update
+    whole = _others(model, placement) + forward + backward + update
     parts = ((behind, again), (whole, again * placement.accumulation))
     return any((part + Phase(-more)).seconds(hardware) < part.seconds(hardware) for part, more in parts)
 
@@ -139,6 +139,18 @@ def phases(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase]:
     """What a forward and a backward with its update have to do."""
     forward, backward, update = _parts(model, placement)
     return forward, backward if placement.update == "serial" else backward + update
+
+
+def _others(model: ModelProfile, placement: Placement) -> Phase:
+    """All forwards and backwards of a step but one, and what each backward but the first reads of gradients that are
+    summed on disk."""
+    forward, backward, _ = _parts(model, placement)
+    summed = Phase(read=sum(unit.grad_bytes for unit, where in _used(model, placement) if _spills(where)))
+    return (forward + backward + summed).times(placement.accumulation - 1)
+
+
+def _spills(where: UnitPlacement) -> bool:
+    return where.states != "none" and where.grads == "disk"
 
 
 def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Phase]:
@@ -174,7 +186,7 @@ def _parts(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase, Pha
         upload=max(streamed_back - stay, 0) + both,
         download=sum(unit.grad_bytes for unit, where in units if where.states not in ("none", "device")),
         read=max(fetched_back - stay, 0) + moved["disk"],
-        write=sum(unit.grad_bytes for unit, where in units if where.states != "none" and where.grads == "disk"),
+        write=sum(unit.grad_bytes for unit, where in units if _spills(where)),
     )
     return forward, backward, _update(units)
 

@@ -85,10 +85,12 @@ class Candidates:
         )
 
     def _must_defer(self, placement: Placement, where: UnitPlacement) -> bool:
-        """Whether a unit leaves its update to the next forward: as all do, or because a guess could not be taken back:
-        nothing on disk holds what it changes, or the gradient is not at hand."""
+        """Whether a unit leaves its update to the next forward: as all do, because its gradients are summed on disk, or
+        because a guess could not be taken back: nothing on disk holds what it changes, or the gradient is not at
+        hand."""
         sure = where.states != "disk" or where.weights == "device" or where.grads != "host" or not placement.keep.last
-        return placement.update == "deferred" or (placement.speculates and sure)
+        spilled = placement.overlaps and where.grads == "disk"
+        return placement.update == "deferred" or spilled or (placement.speculates and sure)
 
     def grow(self, candidate: Candidate, part: str, numbers: Iterable[int], change: Change) -> Candidate:
         """Change as many of these as fit, the first ones first; where one does not, a smaller one may."""

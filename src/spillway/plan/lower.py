@@ -273,25 +273,26 @@ class _Lists:
         now = self._trained - self._deferring if self._placement.overlaps else frozenset()
         if self._placement.accumulation == 1:
             ahead = 0 if self._placement.speculates else self._placement.ahead
-            whole = self._round(Round(True, self._deferring, now, ahead, is_warm=True))
+            whole = self._round(Round(True, True, self._deferring, now, ahead, is_warm=True))
             return Plan(self._placement, self._pools, whole.run(), kept=whole.kept)
-        end, more = self._round(Round(True, now=now)).run(), self._round(Round(False)).run()
-        begin = self._round(Round(False, self._deferring)).run() if self._deferring else ()
+        end, more = self._round(Round(True, False, now=now)).run(), self._round(Round(False, False)).run()
+        sums = any(self._names.sums_in_slab(unit) for unit in self._trained)
+        begin = self._round(Round(False, due=self._deferring)).run() if self._deferring or sums else ()
         return Plan(self._placement, self._pools, end, more, begin)
 
     def wary(self, step: Plan) -> Plan:
         if self._placement.accumulation > 1:
-            end, begin = self._round(Round(True)).run(), self._round(Round(False, self._trained)).run()
+            end, begin = self._round(Round(True, False)).run(), self._round(Round(False, due=self._trained)).run()
             return replace(step, wary_ops=end, wary_begin_ops=begin)
-        whole = self._round(Round(True, self._trained, ahead=self._placement.ahead, is_warm=True))
+        whole = self._round(Round(True, due=self._trained, ahead=self._placement.ahead, is_warm=True))
         return replace(step, wary_ops=whole.run(), kept=whole.kept)
 
     def all(self, step: Plan) -> Plan:
         speculates = self._placement.speculates
         due = self._trained if speculates else self._deferring
         step = self.wary(step) if speculates else step
-        flush = self._round(Round(False, due)).flush() if due else ()
-        cold = self._round(Round(True, due, ahead=self._placement.ahead)).run() if step.kept else ()
+        flush = self._round(Round(False, due=due)).flush() if due else ()
+        cold = self._round(Round(True, due=due, ahead=self._placement.ahead)).run() if step.kept else ()
         return replace(step, flush_ops=flush, cold_ops=cold)
 
     def _round(self, round_: Round) -> Lowering:

@@ -155,7 +155,9 @@ def _notes(model: ModelProfile, candidate: Candidate, request: PlanRequest) -> t
     elif request.has_store and any(where.states in ("host", "device") for where in placement.units):
         notes.append("some optimizer states rest in memory: saved points are --save-steps apart")
     if any(where.grads == "disk" for where in placement.units if where.states != "none"):
-        notes.append("gradients wait on disk for the global norm: more host memory, or no clipping, avoids that")
+        why = "are summed" if placement.accumulation > 1 else "wait for the global norm"
+        less = "" if placement.accumulation > 1 or not placement.clip else ", or no clipping,"
+        notes.append(f"gradients {why} on disk: more host memory{less} avoids that")
     pairs = zip(model.calls, placement.acts, strict=True)
     moved = sum(stored_bytes(call, kept) for call, kept in pairs if kept.tier == "disk")
     if moved:

@@ -103,10 +103,18 @@ class SlabNames:
         """Host slabs that gradients land in."""
         return f"grad/{self._classes[unit]}"
 
+    def grad_sum(self, unit: int) -> str:
+        """Host slabs that gradients of several backwards are summed in, where the sum is at rest on the drives."""
+        return f"grad-sum/{self._classes[unit]}"
+
     def lands_in_slab(self, unit: int) -> bool:
         """Whether a gradient passes through a slab, instead of landing in the unit's own buffer."""
         plan = self._placement
         return not plan.keeps_gradient(unit) or plan.units[unit].grads == "disk" or plan.accumulation > 1
+
+    def sums_in_slab(self, unit: int) -> bool:
+        """Whether gradients of several backwards are summed in a slab, between which the sum is on the drives."""
+        return self._placement.units[unit].grads == "disk" and self._placement.accumulation > 1
 
     def act(self, call: int) -> str:
         """Host slabs that keep or pass on unit inputs."""
@@ -144,6 +152,8 @@ class SlabNames:
                 need(self.grad_slot(index), "device", unit.grad_bytes, grad_slots, times)
             if trained and self.lands_in_slab(index):
                 need(self.grad(index), "host", unit.grad_bytes, 2, times)
+            if trained and self.sums_in_slab(index):
+                need(self.grad_sum(index), "host", unit.grad_bytes, 2, times)
             if where.weights == "device" and where.states == "disk" and trained:
                 need("refresh", "host", unit.weight_bytes, 1, times)
             if trained and "disk" in (where.states, where.weights, where.grads):

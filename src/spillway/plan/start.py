@@ -66,7 +66,14 @@ class Start:
             mixed = self._fewest_off_the_drives(tried[-1])
             if mixed is not None:
                 return mixed
-        raise PlanInfeasible(self._shortage(tried[0]), tried[0].peaks)
+        least = min(tried, key=self._excess)
+        raise PlanInfeasible(self._shortage(least), least.peaks)
+
+    def _excess(self, candidate: Candidate) -> int:
+        """Bytes that are missing, of all tiers."""
+        need, have = candidate.peaks, self._budget
+        pairs = ((need.device, have.device_bytes), (need.host, have.host_bytes), (need.disk, have.disk_bytes))
+        return sum(max(wanted - there, 0) for wanted, there in pairs)
 
     def _fewest_off_the_drives(self, candidate: Candidate) -> Candidate | None:
         """With as many units in host memory, and then on the device, as the drives have no room for; None where that
@@ -156,7 +163,7 @@ class Start:
         space, request = self._space, self._request
         states = space.states[0]
         weights = "device" if states == "device" else space.weights[0]
-        waits = (update not in ("overlap", "overlap-naive") or request.clip) and request.accumulation == 1
+        waits = update not in ("overlap", "overlap-naive") or request.clip or request.accumulation > 1
         grads = "device" if states == "device" else space.grads[0] if waits else "host"
         for index, unit in enumerate(self._model.units):
             resident = index in self._model.resident_units

@@ -13,12 +13,13 @@ from spillway.spec.plan import HOME, WRITTEN, Placement, UnitPlacement
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One forward and backward. `ends`: with it an optimizer step is complete; otherwise it only accumulates. `due`:
-    units whose update with the last step's gradients belongs to its forward. `now`: units that are updated as soon as
-    their gradient has landed. `ahead`: how many subgroups of the first updates that are due it reads for the next list
-    like it; `is_warm`: and finds read."""
+    """One forward and backward. `ends`: with it an optimizer step is complete; otherwise it only accumulates. `begins`:
+    no gradients of the step went before. `due`: units whose update with the last step's gradients belongs to its
+    forward. `now`: units that are updated as soon as their gradient has landed. `ahead`: how many subgroups of the
+    first updates that are due it reads for the next list like it; `is_warm`: and finds read."""
 
     ends: bool
+    begins: bool = True
     due: frozenset[int] = frozenset()
     now: frozenset[int] = frozenset()
     ahead: int = 0
@@ -131,24 +132,35 @@ class Updates:
         target = lease if pooled else HOME
         landed = self._build.add("DOWNLOAD", "download", unit, "grad", size, deps, take, give, source, target)
         if plan.accumulation > 1:
-            landed = self._build.add("ACCUMULATE", "update", unit, "grad", size, [landed], (), (lease,), lease, HOME)
-            target = HOME
+            landed, target = self._accumulate(unit, landed, lease)
         self._norm_and_update(unit, [landed], target)
 
+    def _accumulate(self, unit: int, landed: int, lease: str) -> tuple[int, str]:
+        """Add what has landed in a lease to what came before. Returns the operation, and where the sum is."""
+        size, add = self._model.units[unit].grad_bytes, self._build.add
+        if not self._names.sums_in_slab(unit):
+            return add("ACCUMULATE", "update", unit, "grad", size, [landed], (), (lease,), lease, HOME), HOME
+        total, read = f"gt{unit}", None
+        take = ((self._names.grad_sum(unit), total),)
+        if not self._round.begins:
+            read = add("READ", "read", unit, "grad", size, [], take, (), HOME, total)
+        deps, first = [landed, read], take if read is None else ()
+        return add("ACCUMULATE", "update", unit, "grad", size, deps, first, (lease,), lease, total), total
+
     def _norm_and_update(self, unit: int, landed: list[int | None], target: str) -> None:
-        if not self._round.ends:
-            return
-        size = self._model.units[unit].grad_bytes
-        lane = "device" if self._plan.units[unit].states == "device" else "update"
-        norm = self._build.add("NORM", lane, unit, "grad", size, landed, (), (), target, "")
-        self._norms.append(norm)
-        self._grad_landed[unit] = norm
-        if self._plan.units[unit].grads == "disk":
-            self._grad_landed[unit] = self._build.add(
-                "WRITE", "write", unit, "grad", size, [norm], (), (target,), target, HOME
-            )
-        elif unit in self._round.now:
-            self._emit(unit, norm, target)
+        size, where = self._model.units[unit].grad_bytes, self._plan.units[unit]
+        if self._round.ends:
+            lane = "device" if where.states == "device" else "update"
+            norm = self._build.add("NORM", lane, unit, "grad", size, landed, (), (), target, "")
+            landed = [norm]
+            self._norms.append(norm)
+            self._grad_landed[unit] = norm
+            if unit in self._round.now:
+                self._emit(unit, norm, target)
+        if where.grads == "disk":
+            written = self._build.add("WRITE", "write", unit, "grad", size, landed, (), (target,), target, HOME)
+            if self._round.ends:
+                self._grad_landed[unit] = written
 
     def end(self) -> None:
         """With the last backward of a step: the norm where anything waits for it, what is updated after it, and the

@@ -70,7 +70,8 @@ class Engine:
             with torch.inference_mode(False):
                 self.store.open(schedule.plan, schedule.profile)
             names = [unit.name for unit in self.units]
-            self._worker = LaneWorker(self.device, self.store.homes, self.segments, names, self._threads)
+            accumulates = schedule.plan.placement.accumulation > 1
+            self._worker = LaneWorker(self.device, self.store.homes, self.segments, names, self._threads, accumulates)
             self._worker.on_rest = self.on_rest
             self._executor = Executor(self.device, self._worker)
         invariant(self.schedule is schedule or self._executor.idle, "the plan changed within a step")

@@ -74,16 +74,23 @@ class StepState:
 
 class LaneWorker:
     """Carries out operations; the executor says when. `segments`: per unit, (start, stop, parameter group) ranges of
-    its trainable elements."""
+    its trainable elements. `accumulates`: gradients of several backwards are summed."""
 
     def __init__(
-        self, device: Device, homes: Homes, segments: list[list[tuple[int, int, int]]], names: list[str], threads: int
+        self,
+        device: Device,
+        homes: Homes,
+        segments: list[list[tuple[int, int, int]]],
+        names: list[str],
+        threads: int,
+        accumulates: bool,
     ) -> None:
         self._device = device
         self._homes = homes
         self._segments = segments
         self._names = names
         self._threads = threads
+        self._accumulates = accumulates
         self.pools: SlabPools | None = None
         self.step = StepState()
         self.on_rest: Callable[[], None] = _nothing  # called when the late updates of a step are at rest
@@ -97,6 +104,8 @@ class LaneWorker:
         match op.kind, op.group:
             case "READ", "weight":
                 self._read_weight(op, home)
+            case "READ", "grad":
+                self._read_grad(op, home)
             case "READ", "act":
                 self._read_act(op)
             case "READ", "state":
@@ -206,7 +215,7 @@ class LaneWorker:
         source, target = (required(part, f"unit {op.unit} has no gradient to download") for part in (source, target))
         size = home.layout.grad_bytes
         self._device.copy("download", [(target[:size], source[:size])])
-        if not (op.target != HOME and home.grad is not None):
+        if not self._accumulates:
             home.has_grad = True
 
     def _grad_at(self, op: Op, home: UnitHome) -> torch.Tensor | None:
@@ -216,10 +225,12 @@ class LaneWorker:
         return home.device_grad if home.where.states == "device" else home.grad
 
     def _accumulate(self, op: Op, home: UnitHome) -> None:
-        if op.unit not in self.step.fresh or home.grad is None:
+        if op.unit not in self.step.fresh:
             return
+        total = home.grad if op.target == HOME else self._buffer(op.target)
+        total = required(total, f"unit {op.unit} has no place for the sum of its gradients")
         size, dtype = home.layout.grad_bytes, home.layout.dtype
-        new, old = self._buffer(op.source)[:size].view(dtype), home.grad[:size].view(dtype)
+        new, old = self._buffer(op.source)[:size].view(dtype), total[:size].view(dtype)
         if home.has_grad:
             old.add_(new)
         else:
@@ -255,6 +266,11 @@ class LaneWorker:
                 else "nothing of the step was applied: lower the learning rate or look at the batch"
             )
             raise NonFinite(f"a gradient of {self._names[self.step.non_finite]} is infinite or not a number; {applied}")
+
+    def _read_grad(self, op: Op, home: UnitHome) -> None:
+        spill = required(home.spill, f"unit {op.unit} has no gradient on disk")
+        if home.has_grad:
+            self._homes.need_disk().read(self._homes.read_engine, spill, self._buffer(op.target)[: spill.num_bytes])
 
     def _write_grad(self, op: Op, home: UnitHome) -> None:
         spill = required(home.spill, f"unit {op.unit} has no room on disk for its gradient")
