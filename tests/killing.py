@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 # Imported once by a server that children are forked from: a child starts in milliseconds.
 _PRELOADED = [
     "spillway.cli.main",
-    "spillway.training",
+    "spillway.training.run",
     "spillway.integrations.huggingface",
     "transformers.models.llama.modeling_llama",
     "transformers.optimization",
@@ -61,10 +61,12 @@ class Armed(Protocol):
         """In the child."""
 
 
-def start(command: Sequence[str], armed: Armed | None = None, errors: Path | None = None) -> BaseProcess:
-    """Run a spillway command in a child. `errors`: a file for what it prints on stderr."""
+def start(
+    command: Sequence[str], armed: Armed | None = None, errors: Path | None = None, output: Path | None = None
+) -> BaseProcess:
+    """Run a spillway command in a child. `errors`, `output`: files for what it prints on stderr and stdout."""
     _start_server()
-    child = _forks.Process(target=_child, args=(list(command), armed, errors))
+    child = _forks.Process(target=_child, args=(list(command), armed, errors, output))
     child.start()
     return child
 
@@ -156,7 +158,7 @@ class Counting:
         return {name: called.count(name) for name in self.names}
 
 
-def _child(command: list[str], armed: Armed | None, errors: Path | None) -> None:
+def _child(command: list[str], armed: Armed | None, errors: Path | None, output: Path | None) -> None:
     from spillway.cli.main import run
     from spillway.hardware import timing
     from spillway.training import telling
@@ -166,7 +168,7 @@ def _child(command: list[str], armed: Armed | None, errors: Path | None) -> None
     )  # whether rates are kept for the next run would depend on how busy the machine is
     torch.set_num_threads(2)
     timing.ALONE_SECONDS = timing.TOGETHER_SECONDS = 0.02  # what a run is killed in is its training
-    for stream, file in ((1, os.devnull), (2, errors or os.devnull)):
+    for stream, file in ((1, output or os.devnull), (2, errors or os.devnull)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
     if armed is not None:
         armed.arm()

@@ -36,7 +36,7 @@ def command(inputs: tuple[Path, Path], run: Path, place: str, *more: str) -> lis
     return ["train", model, data, "-o", str(run), *fixed, *where, *more]
 
 
-@pytest.mark.parametrize(("place", "kills"), (("disk", 20), ("host", 12)))
+@pytest.mark.parametrize(("place", "kills"), (("disk", 18), ("host", 12)))
 def test_a_run_killed_at_random_instants_ends_like_one_that_was_not(
     inputs: tuple[Path, Path], tmp_path: Path, place: str, kills: int
 ) -> None:

@@ -20,11 +20,13 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import directories
+import killing
 from spillway.cli.main import run
 from spillway.data import Batches, DataPosition, encode_files
 from spillway.hardware import probe
 from spillway.integrations.tokenizer import load_tokenizer, pad_id
 from spillway.runtime import lanes
+from spillway.spec.errors import required
 from spillway.training import run as training_run
 from spillway.training import telling
 from spillway.training.signals import stop_on_signals
@@ -88,15 +90,14 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     where = ("--states", place, "--weights", place, "--save-steps", "4")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run(arguments(model, data, whole, "--max-steps", "12", *where)) == 0
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "spillway", *arguments(model, data, cut, "--max-steps", "12", *where)]
-    child = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    told = tmp_path / "told"
+    child = killing.start(arguments(model, data, cut, "--max-steps", "12", *where), errors=told)
     wait_for_step(cut, 2)
-    child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=60)
-    if child.returncode == 0:
+    os.kill(required(child.pid, "the child runs"), signal.SIGINT)
+    code, errors = killing.finish(child), told.read_text()
+    if code == 0:
         pytest.fail(f"the run ended before it could be interrupted: {errors}")
-    assert child.returncode == 130, errors
+    assert code == 130, errors
     assert "same command goes on" in " ".join(errors.split())
     assert run(arguments(model, data, cut, "--max-steps", "12", *where)) == 0
     assert losses(cut) == losses(whole)
@@ -623,9 +624,9 @@ def test_the_process_stays_within_the_memory_it_was_given(data: Path, tmp_path: 
     """All of it, libraries included; the states alone would take more."""
     big = directories.make_model(tmp_path / "llama", hidden_size=768, intermediate_size=3072, num_hidden_layers=6)
     flags = ["--host-memory", "850MB", "--max-steps", "4", "--dtype", "float32", "--json"]
-    command = [sys.executable, "-m", "spillway", *arguments(big, data, tmp_path / "run", *flags)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    summary = json.loads(done.stdout)
+    command, told = arguments(big, data, tmp_path / "run", *flags), tmp_path / "told"
+    assert killing.finish(killing.start(command, output=told)) == 0
+    summary = json.loads(told.read_text())
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["peaks"]["disk"] > 0 and summary["measured_peaks"]["host"] <= 850e6
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from spillway.cli.main import run
 from spillway.hardware.catalogue import find_machine
 from spillway.hardware.limits import process_bytes
 from spillway.planning import answer
+from spillway.planning.profiler import ModelProfiler
+from spillway.planning.question import Question, asked, with_drives
 from spillway.planning.question import ask as ask_machine
-from spillway.planning.question import asked, with_drives
 from spillway.report.progress import Reporter
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
@@ -33,6 +35,27 @@ def what_helps() -> None:
 def otherwise_nothing_helps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "what_helps" not in request.fixturenames:
         monkeypatch.setattr(answer, "_what_would_help", lambda *_: ())
+
+
+@pytest.fixture(scope="module")
+def profilers() -> dict[Hashable, ModelProfiler]:
+    """Of the papers' shapes, which have the same forwards in every test."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def shapes_are_built_once(profilers: dict[Hashable, ModelProfiler], monkeypatch: pytest.MonkeyPatch) -> None:
+    build = Question._profiler
+
+    def profiler(self: Question, layers: int | None, length: int) -> ModelProfiler:
+        if not self.options.model.startswith("gpt-"):
+            return build(self, layers, length)
+        key = (self.options.model, self.options.dtype, layers, length, self.machine.hardware.device)
+        if key not in profilers:
+            profilers[key] = build(self, layers, length)
+        return profilers[key]
+
+    monkeypatch.setattr(Question, "_profiler", profiler)
 
 
 @pytest.fixture(scope="module")

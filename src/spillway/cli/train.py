@@ -68,7 +68,7 @@ def train_command(context: click.Context, /, as_json: bool, config: str | None, 
     """
     _let_segments_grow()
     from spillway.report.progress import Reporter
-    from spillway.training import train
+    from spillway.training.run import train
 
     origins = {
         name: _ORIGINS.get(source, "default") for name in values if (source := context.get_parameter_source(name))

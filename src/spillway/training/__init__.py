@@ -1,5 +1,1 @@
 """`spillway train`: plan, model and data to steps."""
-
-from spillway.training.run import train
-
-__all__ = ["train"]
