@@ -118,18 +118,19 @@ class Deadly:
 
 
 class Failing:
-    """Transfers of store files fail, as faults.c says, and go through the thread pool, whose system calls it reaches:
-    io_uring's are none."""
+    """Transfers of store files fail, as faults.c says, by io_uring where the kernel allows it or through the thread
+    pool."""
 
-    def __init__(self, fault: str) -> None:
-        self.fault = fault
+    def __init__(self, fault: str, uring: bool = False) -> None:
+        self.fault, self.uring = fault, uring
 
     def arm(self) -> None:
         """In the child."""
         from spillway.native import DiskEngine
 
-        init = DiskEngine.__init__
-        DiskEngine.__init__ = lambda self, depth=32, block=1 << 20, uring=False: init(self, depth, block, False)  # type: ignore[method-assign,misc]
+        if not self.uring:
+            init = DiskEngine.__init__
+            DiskEngine.__init__ = lambda self, depth=32, block=1 << 20, uring=False: init(self, depth, block, False)  # type: ignore[method-assign,misc]
         os.environ["SPILLWAY_FAULT"] = self.fault
 
 

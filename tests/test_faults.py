@@ -7,6 +7,7 @@ import pytest
 
 import directories
 import killing
+from spillway.native import DiskEngine
 from spillway.store.manifest import load_manifest
 
 
@@ -29,28 +30,37 @@ def command(inputs: tuple[Path, Path], run: Path) -> list[str]:
     return ["train", model, data, "-o", str(run), *fixed, "--states", "disk", "--weights", "disk", "--max-steps", "6"]
 
 
-def train(inputs: tuple[Path, Path], run: Path, fault: str, *more: str) -> tuple[int, str]:
+def train(inputs: tuple[Path, Path], run: Path, fault: str, *more: str, uring: bool = False) -> tuple[int, str]:
     """The exit code, and what was said."""
     errors = run.with_suffix(".errors")
-    code = killing.finish(killing.start([*command(inputs, run), *more], killing.Failing(fault), errors))
+    code = killing.finish(killing.start([*command(inputs, run), *more], killing.Failing(fault, uring), errors))
     return code, " ".join(errors.read_text().split())
+
+
+@pytest.fixture(params=("threads", "io_uring"))
+def uring(request: pytest.FixtureRequest) -> bool:
+    """Whether transfers go by io_uring, where the kernel has it."""
+    if request.param == "io_uring" and DiskEngine().backend != "io_uring":
+        pytest.skip("io_uring is missing or forbidden here")
+    return bool(request.param == "io_uring")
 
 
 @pytest.mark.parametrize("fault", ("eio:60:2", "short:30:500"))
 def test_a_passing_fault_and_short_transfers_change_nothing(
-    inputs: tuple[Path, Path], tmp_path: Path, expected: Path, fault: str
+    inputs: tuple[Path, Path], tmp_path: Path, expected: Path, fault: str, uring: bool
 ) -> None:
-    code, said = train(inputs, tmp_path / "run", fault)
+    code, said = train(inputs, tmp_path / "run", fault, uring=uring)
     assert code == 0, said
+    assert ("(io_uring" in said) == uring
     assert killing.same(killing.outcome(tmp_path / "run"), killing.outcome(expected))
 
 
 @pytest.mark.parametrize(("fault", "words"), (("eio", "Input/output error"), ("enospc", "No space left")))
 def test_a_lasting_fault_stops_the_run_with_the_last_good_step_intact(
-    inputs: tuple[Path, Path], tmp_path: Path, expected: Path, fault: str, words: str
+    inputs: tuple[Path, Path], tmp_path: Path, expected: Path, fault: str, words: str, uring: bool
 ) -> None:
     run = tmp_path / "run"
-    code, message = train(inputs, run, f"{fault}:200:1000000")
+    code, message = train(inputs, run, f"{fault}:200:1000000", uring=uring)
     assert code == 5, message
     assert words in message and f"{run}/store/spillway.data at offset" in message and "intact" in message
     assert "Traceback" not in message
