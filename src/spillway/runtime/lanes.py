@@ -21,7 +21,8 @@ from spillway.store.homes import Homes, SlabRange, UnitHome
 class Due:
     """What an optimizer step does to the units, besides their gradients: known when its norm is.
 
-    `sweeping`: units are among them that are otherwise updated within their step.
+    `sweeping`: units are among them that are otherwise updated within their step. `written`: the extents of those that
+    were, which become their units' state when the others are updated, too.
     """
 
     hypers: list[Hyper] = field(default_factory=list)  # per parameter group
@@ -32,6 +33,7 @@ class Due:
     unit_scales: dict[int, float] = field(default_factory=dict)  # and each by itself
     units: set[int] = field(default_factory=set)  # those with a gradient; the others are left alone, as in PyTorch
     sweeping: bool = False
+    written: dict[int, int] = field(default_factory=dict)
 
     def factor(self, unit: int) -> float:
         """What a unit's gradient is multiplied by."""
@@ -383,6 +385,9 @@ class LaneWorker:
         if self.step.late is None if op.late else self.step.guessed_wrong:
             return
         if self._homes.disk is not None and any(unit.written is not None for unit in self._homes.units):
+            self.step.late_in_place |= (
+                op.late
+            )  # a drive that fails to sync may have lost what was written within its step
             self._homes.disk.sync()
         self._homes.flip()
         if op.late:

@@ -74,8 +74,8 @@ class Rest:
             self._rounds.traces.append(executor.wait())
         except BaseException:
             executor.abandon()
-            self._engine.store.homes.forget_written()
             self._half_done |= self._engine.step.is_half_done
+            self._take_back()
             raise
         finally:
             self.note()
@@ -129,6 +129,7 @@ class Rest:
         if not due.sweeping:
             due.units = {unit for unit in due.units if placement.units[unit].defers}
         if due.sweeping or any(where.defers for where in placement.units):
+            due.written = self._engine.store.homes.written
             self.due = due
 
     def is_up_to_date(self, in_forward: bool) -> bool:
@@ -146,9 +147,14 @@ class Rest:
         return True
 
     def _take_back(self) -> None:
-        """What the step under way has written is the state of nothing."""
-        homes = self._engine.store.homes
-        if not self._engine.step.may_take_back:
+        """What the list under way has written is the state of nothing."""
+        step, homes = self._engine.step, self._engine.store.homes
+        if step.late is not None and step.late is self.due and not step.at_rest:
+            homes.forget_written(
+                step.late.written
+            )  # a step writes nothing of its own before the one before it is at rest
+            return
+        if not step.may_take_back:
             homes.forget_written()
             return
         try:

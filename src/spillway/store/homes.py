@@ -1,6 +1,6 @@
 """Where every unit rests between steps, in host memory, on the device and on disk, and how ranges of it move."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from spillway.store.checks import ExtentChecks
 from spillway.store.disk import Extent, StripedDisk
 from spillway.store.layout import Component, UnitLayout
 
+_NOTHING: dict[int, int] = {}
 _MOMENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
@@ -235,10 +236,16 @@ class Homes:
             if home.written is not None:
                 home.current, home.written = home.written, None
 
-    def forget_written(self) -> None:
-        """The step was given up: what it wrote is not the state of anything."""
-        for home in self.units:
-            home.written = None
+    @property
+    def written(self) -> dict[int, int]:
+        """The extents that were written and are not the state of their units yet."""
+        return {index: home.written for index, home in enumerate(self.units) if home.written is not None}
+
+    def forget_written(self, earlier: Mapping[int, int] = _NOTHING) -> None:
+        """The step was given up: what it wrote is not the state of anything. `earlier`: what was written before it,
+        which is still to become that."""
+        for index, home in enumerate(self.units):
+            home.written = earlier.get(index)
 
     def take_back(self) -> None:
         """As `forget_written`; weights that rest in host memory are read again from what is the state. Raises DiskError
