@@ -107,3 +107,37 @@ def test_a_kill_around_the_first_writes_of_a_file_is_survived(
         assert killing.finish(killing.start(command(inputs, run, "disk"), deadly)) == -signal.SIGKILL
     assert killing.finish(killing.start(command(inputs, run, "disk"))) == 0
     assert killing.same(killing.outcome(run), whole)
+
+
+def test_a_run_in_place_that_is_killed_around_the_name_of_its_last_step_goes_on_or_begins_anew(
+    inputs: tuple[Path, Path], whole: tuple[list[tuple[int, float]], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    for before in (True, False):
+        run = tmp_path / str(before)
+        in_place = command(inputs, run, "disk", "--save-total-limit", "0", "--save-steps", "100")
+        deadly = killing.Deadly("replace", 1, before, "step-")
+        assert killing.finish(killing.start(in_place, deadly)) == -signal.SIGKILL
+        assert bool(manifest_files(run / "store")) != before
+        assert killing.finish(killing.start(in_place)) == 0
+        assert killing.same(killing.outcome(run), whole)
+
+
+def test_a_run_in_place_that_is_killed_when_it_goes_on_never_takes_units_of_two_steps_for_one(
+    inputs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Around the end of the name of what it has saved, after which the next step writes over that."""
+
+    def in_place(run: Path, steps: int) -> list[str]:
+        return command(inputs, run, "disk", "--save-total-limit", "0", "--max-steps", str(steps))
+
+    for run in (tmp_path / "whole", tmp_path / "before", tmp_path / "after"):
+        assert killing.finish(killing.start(in_place(run, 5))) == 0
+    assert killing.finish(killing.start(in_place(tmp_path / "whole", 8))) == 0
+    for run in (tmp_path / "before", tmp_path / "after"):
+        deadly = killing.Deadly("replace", 1, run.name == "before", "step-")
+        assert killing.finish(killing.start(in_place(run, 8), deadly)) == -signal.SIGKILL
+    assert killing.finish(killing.start(in_place(tmp_path / "before", 8))) == 0
+    assert killing.same(killing.outcome(tmp_path / "before"), killing.outcome(tmp_path / "whole"))
+    told = tmp_path / "told"
+    assert killing.finish(killing.start(in_place(tmp_path / "after", 8), errors=told)) == 2
+    assert "optimizer states were not saved" in " ".join(told.read_text().split())

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 import directories
 from spillway.cli.main import run
 from spillway.report.metrics import read_metrics
+from spillway.verify import _largest
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +212,10 @@ def test_verify_compares_streamed_steps_with_plain_pytorch(trained: Path, capsys
     assert found["steps"] == 3 and found["layers"] == 2
     assert 0 <= found["largest_loss_difference"] < 1e-2 and len(set(found["losses"])) == 3
     assert found["largest_weight"] > 0 and not list(trained.glob("verify-*"))
+
+
+def test_a_loss_that_is_no_number_is_no_agreement() -> None:
+    assert math.isnan(_largest([0.001, math.nan])) and _largest([0.5, 2.0]) == 2.0
 
 
 def test_a_directory_that_is_no_run_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

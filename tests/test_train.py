@@ -453,6 +453,39 @@ def test_a_run_without_room_for_two_copies_is_made_in_place_and_says_so(
     assert [path.name for path in (out / "store").glob("step-*.json")] == ["step-00000004.json"]
 
 
+class Killed(BaseException):
+    """In the place of SIGKILL."""
+
+
+@pytest.mark.parametrize("place", (("--save-total-limit", "0"), ("--states", "host", "--save-steps", "100")))
+@pytest.mark.parametrize("when", ("between steps", "in backward"))
+def test_a_run_that_an_error_ends_saves_the_last_step_that_is_whole(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[str, ...], when: str
+) -> None:
+    out, plain = tmp_path / "run", tmp_path / "plain"
+    flags = ("--max-steps", "6", "--weights", "disk", *place)
+    assert run(arguments(model, data, plain, *flags)) == 0
+    name = "_evaluate" if when == "between steps" else "_forward_and_update"
+    true = getattr(training_run._Run, name)
+
+    def fails(self: Any, *given: Any) -> Any:
+        if self._progress.step == 3 and when == "between steps":
+            raise ZeroDivisionError
+        if self._progress.step == 3:
+            self._training.optimizer.scale = lambda loss: loss * torch.tensor([1.0, 2.0])  # backward wants a number
+        return true(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_run._Run, name, fails)
+        with pytest.raises(ZeroDivisionError if when == "between steps" else RuntimeError):
+            run(arguments(model, data, out, *flags))
+    assert [path.name for path in (out / "store").glob("step-*.json")] == ["step-00000003.json"]
+    assert run(arguments(model, data, out, *flags)) == 0
+    assert losses(out)[3:] == losses(plain)[3:]
+    ours, theirs = load_file(out / "model" / "model.safetensors"), load_file(plain / "model" / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_a_run_made_in_place_goes_on_after_a_stop_and_starts_over_after_a_crash(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -479,11 +512,11 @@ def test_a_run_made_in_place_goes_on_after_a_stop_and_starts_over_after_a_crash(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
     def crash() -> None:
-        raise ZeroDivisionError
+        raise Killed
 
     crashed = arguments(model, data, tmp_path / "crashed", *flags)
     then(crash)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(Killed):
         run(crashed)
     monkeypatch.undo()
     capsys.readouterr()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from spillway.api import as_dtype
 from spillway.checkpoint.points import from_text
-from spillway.checkpoint.save import save_weights, weights_bytes
+from spillway.checkpoint.save import refuse_full, save_weights, weights_bytes
 from spillway.checkpoint.saved import SavedPoint
 from spillway.checkpoint.sources import persistent_buffers
 from spillway.integrations.huggingface import find_directory, save_config
@@ -13,9 +13,7 @@ from spillway.origins import loaded_in, open_directory
 from spillway.report.progress import Reporter
 from spillway.rundir import is_run
 from spillway.saved_run import SavedRun, open_run
-from spillway.spec.errors import DiskError, UsageError
-from spillway.spec.sizes import format_size
-from spillway.store.disk import available
+from spillway.spec.errors import UsageError
 from spillway.store.manifest import Manifest
 
 
@@ -42,12 +40,8 @@ def export(
     saved = open_run(run)
     _refuse_used(output, find_directory(saved.options.model), overwrite)
     manifest = _choose(saved, step)
-    need, have = weights_bytes(saved.units, wanted), available(output)
-    if need > have:
-        raise DiskError(
-            f"the model takes {format_size(need)} in {output} and {format_size(have)} are free there: free some or "
-            f"choose another directory"
-        )
+    need = weights_bytes(saved.units, wanted)
+    refuse_full(output, need, "directory")
     source = open_directory(saved.model, loaded_in(saved.model)[saved.model])
     source.close()
     for name, buffer in (buffers := persistent_buffers(saved.model)).items():  # after those of the files

@@ -1,6 +1,7 @@
 """`spillway verify`: are the saved points whole, and does streaming compute what plain PyTorch computes?"""
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,9 @@ def verify_against_resident(run: Path, steps: int, layers: int | None, reporter:
     with reporter.counting("steps, streamed and resident", 2 * steps) as counter:
         ours, streamed = _streamed(options, layers, data, run, counter.advance)
         theirs, resident = _resident(options, layers, dtype, data, counter.advance)
-    loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, theirs, strict=True))
-    weight = max(float((streamed[name].float() - tensor.float()).abs().max()) for name, tensor in resident.items())
-    largest = max(float(tensor.float().abs().max()) for tensor in resident.values())
+    loss = _largest(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, theirs, strict=True))
+    weight = _largest(float((streamed[name].float() - tensor.float()).abs().max()) for name, tensor in resident.items())
+    largest = _largest(float(tensor.float().abs().max()) for tensor in resident.values())
     result = Comparison(steps, layers or 0, ours, theirs, loss, weight, largest)
     if not loss <= _TOLERANCE[dtype]:
         raise VerificationFailed(
@@ -105,6 +106,11 @@ def verify_against_resident(run: Path, steps: int, layers: int | None, reporter:
             f"rounding explains ({_TOLERANCE[dtype]:.0e}): please report this with {run / 'config.json'}"
         )
     return result
+
+
+def _largest(values: Iterable[float]) -> float:
+    """NaN if one of them is none."""
+    return float(torch.tensor(list(values), dtype=torch.float64).max())
 
 
 def _fitting_layers(options: TrainOptions, layers: int | None, reporter: Reporter) -> int | None:

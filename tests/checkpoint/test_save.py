@@ -1,5 +1,6 @@
 """A model takes the place of the one that was written there before as a whole."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -14,7 +15,8 @@ from transformers import AutoModelForCausalLM
 import models
 import spillway
 from spillway.checkpoint import save
-from spillway.checkpoint.save import finish_save
+from spillway.checkpoint.save import finish_save, refuse_full
+from spillway.spec.errors import DiskError
 
 SHARD = 20_000
 
@@ -101,3 +103,53 @@ def test_without_room_for_two_models_the_index_is_gone_until_all_of_it_is_there(
     spillway.save_pretrained(model, tmp_path, max_shard_bytes=SHARD)
     assert len(seen) > 2 and not any(seen)
     assert (tmp_path / "model.safetensors.index.json").exists() and not list(tmp_path.glob("*.new"))
+
+
+def test_what_a_killed_writing_has_left_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a drive with room for one model and a half."""
+    (tmp_path / "model.safetensors.new").write_bytes(bytes(900))
+
+    def free(directory: Path) -> int:
+        return 1500 - sum(file.stat().st_size for file in directory.iterdir())
+
+    monkeypatch.setattr(save, "available", free)
+    refuse_full(tmp_path, 1000, "directory")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(DiskError, match="1.60 kB .* 1.50 kB are free there: free some or choose another directory"):
+        refuse_full(tmp_path, 1600, "directory")
+    (tmp_path / "model.safetensors").write_bytes(bytes(700))
+    monkeypatch.setattr(save, "MAX_SHARD_BYTES", 400)
+    refuse_full(tmp_path, 1100, "directory")  # shard by shard
+    with pytest.raises(DiskError):
+        refuse_full(tmp_path, 1101, "directory")
+
+
+def test_a_writing_that_fails_leaves_its_room(streaming: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = streaming
+    step(model, optimizer)
+    spillway.save_pretrained(model, tmp_path, max_shard_bytes=SHARD)
+    before, reserve = {file.name for file in tmp_path.iterdir()}, os.posix_fallocate
+    calls = iter(range(100))
+
+    def full(fd: int, offset: int, length: int) -> None:
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskError, match="No space left"):
+        spillway.save_pretrained(model, tmp_path, max_shard_bytes=SHARD)
+    assert {file.name for file in tmp_path.iterdir()} == before
+
+
+def test_a_config_that_cannot_be_written_is_an_error_of_the_drive(
+    streaming: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model, _ = streaming
+    model(**models.batch("llama", 0))
+    monkeypatch.setattr(model.config, "save_pretrained", full)
+    with pytest.raises(DiskError, match=f"config and tokenizer cannot be written to {tmp_path}: No space left"):
+        spillway.save_pretrained(model, tmp_path)

@@ -65,6 +65,9 @@ def place_store(
         geometry = points.find(True)[0].geometry
     elif geometry.generation == found[0].geometry.generation:
         points.new_names = dict(zip(found[0].geometry.paths, geometry.paths, strict=True))
+        if len(paths) > 1 and any(was != now for was, now in points.new_names.items()):
+            names = ", ".join(f"{now} for {was}" for was, now in points.new_names.items())
+            warnings.warn(f"drives are mounted elsewhere and taken in this order: {names}", StoreMoves, stacklevel=4)
     points.step_over_short(geometry)
     points.directory = Path(geometry.paths[0])
     return geometry

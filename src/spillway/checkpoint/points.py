@@ -180,7 +180,6 @@ class SavedPoints:
         if not self._is_new(store, step):
             return
         homes = store.homes
-        self.before_overwrite(store)
         try:
             places = homes.place_snapshot()
         except BaseException:
@@ -188,6 +187,7 @@ class SavedPoints:
             raise
         try:
             staging = store.staging(_WINDOW_BYTES, "writing a saved point")
+            self.before_overwrite(store)
             snapshot = Snapshot(homes.units, places, homes.need_disk(), staging, progress)
         except BaseException:
             homes.drop_snapshot(places)

@@ -6,6 +6,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from spillway.durable import sync_directory, write_whole
 from spillway.model.units import Unit
 from spillway.optim.update import join_master
 from spillway.spec.errors import DiskError
+from spillway.spec.sizes import format_size
 from spillway.store.disk import available
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -75,9 +77,7 @@ def save_weights(
     names = [_shard_name(index, len(shards)) for index in range(len(shards))]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        finish_save(directory)
-        for left in directory.glob("model*.safetensors.new"):
-            left.unlink()
+        _clear(directory)
         beside = available(directory) > sum(entry.num_bytes for shard in shards for entry in shard)
         if not beside:
             (directory / _INDEX).unlink(missing_ok=True)
@@ -88,12 +88,35 @@ def save_weights(
         write_whole(_new(directory / _INDEX), _index(names, shards))
         finish_save(directory)
     except OSError as error:
+        with suppress(OSError):
+            _clear(directory)  # perhaps all the room that there was
         if isinstance(error, DiskError):
             raise
         raise DiskError(
             f"the model cannot be written to {directory}: {error.strerror}: free some room there"
         ) from error
     return names
+
+
+def refuse_full(directory: Path, num_bytes: int, elsewhere: str) -> None:
+    """Raise DiskError where a directory has no room for so many bytes of weights. What an earlier writing has left is
+    put in its place, or removed; shards of a model that lies there give way one after another. `elsewhere`: what to
+    choose instead."""
+    _clear(directory)
+    free = available(directory)
+    before = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
+    if num_bytes > free and num_bytes + min(num_bytes, MAX_SHARD_BYTES) > free + before:
+        raise DiskError(
+            f"the model takes {format_size(num_bytes)} in {directory} and {format_size(free)} are free there: free "
+            f"some or choose another {elsewhere}"
+        )
+
+
+def _clear(directory: Path) -> None:
+    """Of what was written and not put in its place: that, if all of it is there, and nothing otherwise."""
+    if not finish_save(directory):
+        for left in directory.glob("model*.safetensors.new"):
+            left.unlink()
 
 
 # Where masters have what their 16-bit weights lack, by the bytes of an element.

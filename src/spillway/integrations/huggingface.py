@@ -2,6 +2,7 @@
 everything `from_pretrained` wants. The only file that imports transformers for models."""
 
 import inspect
+import os
 import re
 import shutil
 from collections.abc import Collection
@@ -18,7 +19,7 @@ from spillway.integrations.loss import install_loss
 from spillway.integrations.masks import masks_told, read_masks
 from spillway.runtime.forwards import Look
 from spillway.runtime.session import Session
-from spillway.spec.errors import UsageError
+from spillway.spec.errors import DiskError, UsageError
 
 CAUSAL_LM = transformers.AutoModelForCausalLM
 _CARRIED = ("generation_config.json", "chat_template.jinja", "chat_template.json", "special_tokens_map.json",
@@ -214,7 +215,16 @@ def build_resident(directory: Path, auto_class: Any, dtype: torch.dtype, num_lay
 
 def save_config(model: nn.Module, directory: Path, source: Path | None, dtype: torch.dtype | None = None) -> None:
     """Config, generation config, and what lies beside them in the source: the tokenizer and its template. `dtype`: what
-    the weights were written in."""
+    the weights were written in. Raises DiskError."""
+    try:
+        _save_config(model, directory, source, dtype)
+    except OSError as error:
+        raise DiskError(
+            f"the model's config and tokenizer cannot be written to {directory}: {error.strerror}: free some room there"
+        ) from error
+
+
+def _save_config(model: nn.Module, directory: Path, source: Path | None, dtype: torch.dtype | None) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     config = getattr(model, "config", None)
     if isinstance(config, transformers.PretrainedConfig):
@@ -227,7 +237,8 @@ def save_config(model: nn.Module, directory: Path, source: Path | None, dtype: t
     if source is not None and source.resolve() != directory.resolve():
         for file in sorted(source.iterdir()):
             if file.name in _CARRIED or file.name.startswith("tokenizer"):
-                shutil.copyfile(file, directory / file.name)
+                shutil.copyfile(file, directory / f"{file.name}.new")
+                os.replace(directory / f"{file.name}.new", directory / file.name)
 
 
 def adapt(model: nn.Module, called: nn.Module, session: Session, label_smoothing: float) -> None:

@@ -92,7 +92,8 @@ def drop_left_behind(before: tuple[Path, ...], now: Geometry) -> None:
     for path in left:
         with suppress(DiskError), locked(path):
             for file in path.glob("spillway.data*"):
-                file.unlink(missing_ok=True)
+                if file.name != now.file_name:  # a copy of what is in use may be somebody's backup
+                    file.unlink(missing_ok=True)
             _drop_points(path)
 
 

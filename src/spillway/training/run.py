@@ -5,7 +5,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 
@@ -109,6 +109,9 @@ class _Run:
             if training.session.rest.is_intact:
                 self._save()
             raise
+        except Exception as error:
+            self._save_before_failing(error)
+            raise
         finally:
             metrics.close()
         if self._can_save or stop.asked or progress.step < training.total:
@@ -131,8 +134,10 @@ class _Run:
 
     def _interrupted(self) -> Interrupted:
         where = f"interrupted after step {self._progress.step} of {self._training.total}"
-        if self._can_save:
+        if self._can_save and self._progress.step:
             return Interrupted(f"{where}, which is saved: the same command goes on from there")
+        if not self._progress.step:
+            return Interrupted(f"{where}: there is nothing to save yet")
         return Interrupted(
             f"{where}: the model as it is then is in {self._training.output}; its optimizer states are not saved"
         )
@@ -192,8 +197,9 @@ class _Run:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", SkippedStep)
                 training.optimizer.step()
-        except (NonFinite, SkippedStep):
-            points.run = before
+        except BaseException:
+            if training.optimizer.num_steps == progress.step:  # it was not made
+                points.run = before
             raise
         progress.losses.append(value)
         progress.position = after
@@ -276,6 +282,17 @@ class _Run:
             write_point(self._training.parts, self._progress.step)
         else:
             self._save_model()
+
+    def _save_before_failing(self, error: Exception) -> None:
+        """The last step of a run that an error ends, if it is whole and can be saved: the error is what the user is to
+        hear of. A model is not written where a drive fails: the one written before may be all that there is."""
+        training = self._training
+        with suppress(Exception):
+            training.session.settle()
+        is_made = training.optimizer.num_steps == self._progress.step
+        if is_made and training.session.rest.is_intact and (self._can_save or not isinstance(error, DiskError)):
+            with suppress(Exception):
+                self._save()
 
     def _save_model(self) -> None:
         save_pretrained(self._training.model, self._training.output, progress=False)  # beside the bar of steps

@@ -16,7 +16,7 @@ from spillway import native
 from spillway.api import as_dtype, close, load, prepare
 from spillway.assembly import Prepared, prepared
 from spillway.checkpoint.load import StoreBytes, read_parameter
-from spillway.checkpoint.save import MAX_SHARD_BYTES, save_weights, weights_bytes
+from spillway.checkpoint.save import refuse_full, save_weights, weights_bytes
 from spillway.checkpoint.sources import persistent_buffers
 from spillway.data import Batches, Encoded, data_files
 from spillway.evaluate import Evaluation
@@ -40,8 +40,7 @@ from spillway.runtime.session import Session
 from spillway.spec.errors import BudgetWarning, DiskError, StoreMoves, UsageError
 from spillway.spec.options import TrainOptions
 from spillway.spec.plan import KeepPoints, Plan
-from spillway.spec.sizes import counted, format_size
-from spillway.store.disk import available
+from spillway.spec.sizes import counted
 from spillway.store.move import drop_left_behind
 from spillway.training.identity import identity_of, is_resumed
 from spillway.training.samples import remember_samples, what_differs
@@ -250,13 +249,7 @@ def _exercise_save(training: Training) -> None:
     """Write, read back and compare a part of the model as it will be written at the end, and see that the rest has
     room. Raises DiskError."""
     units, output = training.session.units, training.output
-    need, have = weights_bytes(units), available(training.directory)
-    before = sum(file.stat().st_size for file in output.glob("model*.safetensors"))  # gives way file by file
-    if need > have and need + min(need, MAX_SHARD_BYTES) > have + before:
-        raise DiskError(
-            f"the trained model takes {format_size(need)} in {output} and {format_size(have)} are free there: free "
-            f"some or choose another --output-dir"
-        )
+    refuse_full(output, weights_bytes(units), "--output-dir")
     trial = training.directory / "save-trial"
     index = min(range(len(units)), key=lambda unit: units[unit].layout.weight_bytes)
     unit = units[index]
