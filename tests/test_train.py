@@ -1,5 +1,6 @@
 """A run from the command line to the final model, interrupted and resumed."""
 
+import errno
 import itertools
 import json
 import os
@@ -72,6 +73,19 @@ def test_a_run_leaves_a_model_that_transformers_loads(model: Path, data: Path, t
     ids = torch.arange(8)[None]
     assert trained(input_ids=ids).logits.isfinite().all()
     assert (out / "model" / "tokenizer.json").exists()
+
+
+def test_a_trace_that_finds_no_room_fails_no_run(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, *_: Any) -> None:
+        path.write_text("[")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(telling, "write_chrome_trace", full)
+    assert run(arguments(model, data, tmp_path / "run", "--max-steps", "1")) == 0
+    assert "trace.json cannot be written (No space left on device)" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run" / "trace.json").exists()
 
 
 def test_the_final_model_of_a_tied_architecture_keeps_its_tie(data: Path, tmp_path: Path) -> None:

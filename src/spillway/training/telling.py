@@ -203,7 +203,12 @@ class Telling:
         ops = plan.wary_ops if result.wary else plan.ops
         predicted = simulate(ops, plan.pools, training.parts.planner.hardware)
         traces = {"measured (last step)": result.traces[-1], "predicted": predicted}
-        write_chrome_trace(training.directory / "trace.json", traces, names)
+        path = training.directory / "trace.json"
+        try:
+            write_chrome_trace(path, traces, names)
+        except OSError as error:  # the model is there
+            path.unlink(missing_ok=True)
+            self._reporter.say(f"warning: {path} cannot be written ({error.strerror})")
 
     def summarize(self) -> RunSummary:
         """Print what the run did, and keep how wrong its prediction was for the next one."""
