@@ -72,6 +72,18 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -
     return json.loads(capsys.readouterr().out)
 
 
+def test_rows_longer_than_the_model_has_positions_are_said_to_be_cut(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+    for length in ("256", "1024"):
+        asked = ("--hardware", "rtx4090+990pro+64GB", "--max-steps", "1", "--max-length", length)
+        assert run(["plan", str(model), *asked, "--json"]) == 0
+        told.append(capsys.readouterr())
+    assert "no more positions" not in told[0].err and "rows are 256 tokens long" in told[1].err
+    assert json.loads(told[0].out)["tokens"] == json.loads(told[1].out)["tokens"]
+
+
 def test_a_plan_needs_only_the_config(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = ask(capsys, model, "--hardware", "rtx4090+990pro+64GB", "--max-length", "128", "--max-steps", "100")
     assert found["fits"] and found["tokens"] == 4 * 128

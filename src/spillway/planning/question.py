@@ -57,6 +57,7 @@ GPT_SHAPES = {
     "gpt-175b": (96, 96, 12288),
     "gpt-276b": (112, 112, 14336),
     "gpt-412b": (128, 128, 16384),
+    "gpt-805b": (160, 160, 20480),
 }
 # Libraries and a CUDA context, before anything of ours.
 _PROCESS_BYTES = 2 << 30
@@ -237,6 +238,8 @@ def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: Ow
         if memory is not None and parse_size(memory) > most:
             has = f"{machine.name} has {format_size(most)}"
             reporter.say(f"note: --{tier}-memory {memory} is more than there is: {has}")
+    if own is None and row_length(options) < options.max_length:
+        reporter.say(f"rows are {row_length(options)} tokens long: the model has no more positions")
     return Question(options, machine, hardware is None, count_rows(options, reporter), own)
 
 
