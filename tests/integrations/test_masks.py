@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import models
+import spillway
 from spillway.integrations.masks import MaskFacts, read_masks
 from spillway.planning.profiler import ModelProfiler
 
@@ -26,6 +27,22 @@ def batch(kind: str) -> dict[str, torch.Tensor]:
     elif kind == "positions":
         made["position_ids"] = torch.arange(LENGTH).expand(2, LENGTH).contiguous()
     return made
+
+
+def test_a_mask_given_by_its_place_is_seen_as_one_given_by_its_name() -> None:
+    losses = []
+    for by_place in (False, True):
+        model, optimizer = spillway.prepare(models.llama(), spillway.AdamW(lr=1e-2), device="cpu", micro_batch=1)
+        for number in range(2):
+            given = models.batch("llama", number)
+            places = (given.pop("input_ids"), given.pop("attention_mask"))
+            named = {"input_ids": places[0], "attention_mask": places[1]}
+            loss = (model(*places, **given) if by_place else model(**named, **given)).loss
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+        spillway.close(model)
+    assert losses[0] == losses[1]
 
 
 KINDS = ("plain", "whole rows", "padded", "packed", "positions")
@@ -55,6 +72,6 @@ def test_a_profile_has_the_masks_of_a_step(make: object, kind: str, monkeypatch:
 
 
 def test_what_values_tell_is_read_from_the_batch() -> None:
-    facts = [read_masks((), batch(kind)) for kind in KINDS]
+    facts = [read_masks(batch(kind)) for kind in KINDS]
     nothing = MaskFacts(is_packed=False, is_padded=False)
     assert facts == [nothing, nothing, MaskFacts(False, True), MaskFacts(True, False), nothing]

@@ -46,3 +46,9 @@ def test_a_pool_that_is_too_small_is_found(plan: Plan) -> None:
     pools = tuple(dataclasses.replace(pool, count=0) for pool in plan.pools)
     with pytest.raises(InvariantError, match="no free slab"):
         check(dataclasses.replace(plan, pools=pools))
+
+
+def test_a_slab_that_is_too_small_is_found(plan: Plan) -> None:
+    pools = tuple(dataclasses.replace(pool, slab_bytes=pool.slab_bytes // 2) for pool in plan.pools)
+    with pytest.raises(InvariantError, match=r"READ .* to a slab of .*, which is smaller"):
+        check(dataclasses.replace(plan, pools=pools))

@@ -4,6 +4,7 @@ import copy
 import itertools
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -230,3 +231,49 @@ def test_elements_are_clamped_also_where_the_scaled_limit_is_no_float16() -> Non
     assert grad.tolist() == [-32768.0, 1.0, 32768.0]
     Clipping("value", 1.0).clamp(grad, 2.0**16)
     assert grad.tolist() == [-32768.0, 1.0, 32768.0]
+
+
+class Explodes(torch.autograd.Function):
+    """Gradients become infinite where it is told so."""
+
+    now = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * float("inf") if Explodes.now else grad
+
+
+def test_what_is_evaluated_after_a_step_that_was_dropped_is_the_step_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where later units were updated on a guess before an earlier one's gradient was found to be infinite."""
+    plain = models.llama()
+    first = plain.model.layers[0]
+    forward = first.forward
+    first.forward = lambda *args, **kwargs: Explodes.apply(forward(*args, **kwargs))
+    model, optimizer = spillway.prepare(
+        plain, spillway.AdamW(lr=LR, max_grad_norm=1e6), store=tmp_path, device="cpu", update="overlap",
+        states="disk", weights="host",
+    )  # fmt: skip
+
+    def looked_at() -> list[float]:
+        with torch.no_grad():
+            alone = model.model.norm(torch.ones(1, 1, 64)).sum()
+            whole = model(**models.batch("llama", 99)).loss
+            return [alone.item(), whole.item()]
+
+    for number in range(6):
+        model(**models.batch("llama", number)).loss.backward()
+        optimizer.step()
+    before = looked_at()
+    monkeypatch.setattr(Explodes, "now", True)
+    model(**models.batch("llama", 6)).loss.backward()
+    with pytest.raises(spillway.NonFinite):
+        optimizer.step()
+    monkeypatch.undo()
+    assert looked_at() == before
+    close(model)

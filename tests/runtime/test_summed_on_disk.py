@@ -19,7 +19,7 @@ STEPS = ((True, True, True), (True,), (False, True), (True, False))
 
 
 class Spilling(Search):
-    """Finds plans that sum the gradients of some units on the drives."""
+    """Finds plans that sum the gradients of some units on the drives, and read them for updates in small parts."""
 
     def run(self) -> Timed:
         placement = super().run().candidate.placement
@@ -27,7 +27,7 @@ class Spilling(Search):
             replace(where, grads="disk") if unit in SPILLED else where for unit, where in enumerate(placement.units)
         ]
         late = [unit for unit, where in enumerate(units) if placement.update == "deferred" or where.defers]
-        return self._simulate(self._candidates.of(replace(placement, units=tuple(units)), late))
+        return self._simulate(self._candidates.of(replace(placement, units=tuple(units), subgroup=4096), late))
 
 
 def trained(

@@ -85,3 +85,22 @@ def test_steps_of_several_backwards_may_leave_some_updates_to_the_first_forward_
     assert any(late) and (not all(late) or (max_grad_norm is not None and states == "host"))
     assert [placement.units[unit].visits for unit in VISITING] == [True] * len(VISITING)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("accumulation", (1, 2))
+def test_a_step_of_which_a_part_is_made_is_not_looked_at(
+    accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make, "Search", Mixed)
+    model, optimizer = spillway.prepare(
+        models.llama(), spillway.AdamW(lr=1e-2, max_grad_norm=None), store=tmp_path, device="cpu", update="overlap",
+        weights="host", states="disk", gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    for number in range(accumulation):
+        model(**models.batch("llama", number)).loss.backward()
+    with torch.no_grad(), pytest.raises(spillway.UsageError, match=r"call optimizer.step\(\) first"):
+        model(**models.batch("llama", 9))
+    optimizer.step()
+    with torch.no_grad():
+        model(**models.batch("llama", 9))
+    close(model)

@@ -253,7 +253,10 @@ def adapt(model: nn.Module, called: nn.Module, session: Session, label_smoothing
         if isinstance(part, transformers.PreTrainedModel) and getattr(part.config, "use_cache", False):
             _train_without_cache(part, session)
     if called is session.model:  # what a part is called with is not known before it is
-        session.forwards.looks.append(Look(read_masks, masks_told))
+        names = tuple(inspect.signature(called.forward).parameters)
+        session.forwards.looks.append(
+            Look(lambda args, kwargs: read_masks({**dict(zip(names, args, strict=False)), **kwargs}), masks_told)
+        )
     session.side_outputs = captured
     install_loss(model, called, session, label_smoothing)
 

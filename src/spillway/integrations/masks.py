@@ -1,7 +1,7 @@
 """Whether a transformers model will need an attention mask: it looks into its batch for that, and where it cannot, as
 on fake tensors, it makes one in any case. A plan would then be for other kernels and more memory than a step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +18,11 @@ class MaskFacts:
     is_padded: bool  # some entry of a padding mask is zero
 
 
-def read_masks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> MaskFacts:
-    """From a real batch; looks only at position ids and padding masks, each [rows, tokens]."""
-    paddings = [value for name, value in kwargs.items() if name.endswith("attention_mask") and _is_flat(value)]
-    positions = kwargs.get("position_ids")
+def read_masks(batch: Mapping[str, Any]) -> MaskFacts:
+    """From the arguments of a real forward, by name; looks only at position ids and padding masks, each [rows,
+    tokens]."""
+    paddings = [value for name, value in batch.items() if name.endswith("attention_mask") and _is_flat(value)]
+    positions = batch.get("position_ids")
     is_packed = positions is not None and _is_flat(positions) and bool((positions.diff(dim=-1) != 1).any())
     return MaskFacts(is_packed, any(not bool(mask.all()) for mask in paddings))
 

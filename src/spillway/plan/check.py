@@ -28,8 +28,8 @@ def check_ops(
     found: tuple[tuple[str, str], ...] = (),
     kept: tuple[tuple[str, str], ...] = (),
 ) -> None:
-    """Acyclic, every lease taken once and given back, and feasible one operation at a time. `found`: leases that the
-    list begins with, and their pools; `kept`: those that it takes last and leaves to the next list."""
+    """Acyclic, every lease taken once and given back, large enough, and feasible one operation at a time. `found`:
+    leases that the list begins with, and their pools; `kept`: those that it takes last and leaves to the next list."""
     free = {name: pool.count for name, pool in pools.items()}
     held = {lease: pool for pool, lease in found}
     for pool in held.values():
@@ -51,6 +51,8 @@ def check_ops(
                 _refuse(position, op, f"takes the lease {lease} a second time")
             if free.get(pool, 0) <= 0:
                 _refuse(position, op, f"finds no free slab in {pool}")
+            if op.kind in _MOVES and int(op.amount) > pools[pool].slab_bytes:
+                _refuse(position, op, f"moves {op.amount:.0f} bytes to a slab of {pool}, which is smaller")
             free[pool] -= 1
             held[lease] = pool
             used.add(lease)
@@ -65,6 +67,7 @@ def check_ops(
 
 
 _PLACES = ("", HOME, WRITTEN)
+_MOVES = ("READ", "UPLOAD", "DOWNLOAD")  # whose amounts are bytes
 
 
 def _refuse(position: int, op: Op, why: str) -> None:

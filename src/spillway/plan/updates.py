@@ -187,7 +187,7 @@ class Updates:
         """READ, UPDATE and WRITE of each subgroup. Returns the operation after which the new weights are where the
         unit's weights rest."""
         where, profile = self._plan.units[unit], self._model.units[unit]
-        streamed = where.visits or "disk" in (where.states, where.weights)
+        streamed = where.visits or "disk" in (where.states, where.weights, where.grads)
         at_rest = ready
         for start, stop in subgroups(profile.num_trainable, self._plan.subgroup, streamed):
             give = (grads,) if grads != HOME and stop == profile.num_trainable else ()

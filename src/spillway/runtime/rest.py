@@ -40,12 +40,12 @@ class Rest:
             )
 
     def refuse_guess(self) -> None:
-        """Raise UsageError while a guess at a step may still have to be taken back."""
+        """Raise UsageError while a guess at a step may still have to be taken back, or a part of it is made."""
         if self._rounds.is_complete and self._engine.is_running:
-            step, ops = self._engine.step, self._engine.in_force.plan.ops
-            guesses = step.may_take_back and not step.own.sweeping
+            step, plan = self._engine.step, self._engine.in_force.plan
+            guesses = (step.may_take_back or plan.placement.mixed_in) and not step.own.sweeping
             # Whether one of them has run yet is a matter of chance.
-            if guesses and any(op.kind == "UPDATE" and not op.late for op in ops):
+            if guesses and any(op.kind == "UPDATE" and not op.late for op in plan.ops):
                 raise UsageError("backward has run and the step is not finished: call optimizer.step() first")
 
     def await_lanes(self) -> None:

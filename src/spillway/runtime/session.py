@@ -151,10 +151,15 @@ class Session:
             return
         if self._phase is Phase.FORWARD and not _is_called_within(self.model):  # Ctrl-C ended one: no hook is told
             self.settle()
-        if self._phase is Phase.BACKWARD and torch._C._current_graph_task_id() < 0:  # it has failed
-            self.settle()
+        self._give_up_failed()
         if not self._in_step:
             self._begin_forward_only(args, kwargs)
+
+    def _give_up_failed(self) -> None:
+        """A step whose backward or whose end has raised: what it had written is not what is seen after it."""
+        has_failed = self._phase is Phase.BACKWARD and torch._C._current_graph_task_id() < 0
+        if has_failed or self._phase is Phase.FAILED:
+            self.settle()
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._phase is Phase.FORWARD and not torch.is_grad_enabled():
@@ -314,6 +319,7 @@ class Session:
         """A unit by itself (its buffer and its views are given): for evaluation, generation and profiling."""
         if not self.engine.is_open:
             self.open()
+        self._give_up_failed()
         if not self._in_step or not self.rest.is_up_to_date(self._phase is Phase.FORWARD):
             self.come_to_rest()
             self.rest.refuse_half_done()
