@@ -31,6 +31,18 @@ constexpr int kTries = 4;
 // A kernel short of memory asks to be asked again: every millisecond, for some seconds.
 constexpr int kWaits = 10'000;
 
+// Batches of reads under way in the process. The next operations wait for what they bring, and nothing for a write until
+// its memory is wanted again: so long as there are any, a batch of writes has no more than this many requests in flight,
+// for a drive (and what is before it) serves requests about as they come.
+std::atomic<int> num_reading{0};
+constexpr unsigned kWritesBesideReads = 4;
+
+struct Reading {
+  explicit Reading(bool is_reading) : count(is_reading ? 1 : 0) { num_reading += count; }
+  ~Reading() { num_reading -= count; }
+  const int count;
+};
+
 std::vector<Block> cut(const spillway_transfer* transfers, uint64_t count, uint64_t block_bytes) {
   std::vector<Block> blocks;
   for (uint64_t t = 0; t < count; ++t) {
@@ -139,7 +151,8 @@ class RingEngine final : public Engine {
     std::vector<uint64_t> again;
     while (in_flight > 0 || (error == 0 && (next < blocks.size() || !again.empty()))) {
       unsigned queued = 0;
-      while (error == 0 && in_flight + queued < depth_ && (next < blocks.size() || !again.empty())) {
+      const unsigned most = blocks[0].is_write && num_reading > 0 ? kWritesBesideReads : depth_;
+      while (error == 0 && in_flight + queued < most && (next < blocks.size() || !again.empty())) {
         uint64_t i;
         if (again.empty()) {
           i = next++;
@@ -324,5 +337,6 @@ int32_t spillway_io_run(void* engine, const spillway_transfer* transfers, uint64
   *failed = 0;
   if (block_bytes == 0) return -EINVAL;
   std::vector<Block> blocks = cut(transfers, count, block_bytes);
+  const Reading reading(!blocks.empty() && !blocks[0].is_write);
   return static_cast<Engine*>(engine)->run(blocks, failed);
 }

@@ -10,6 +10,7 @@ progress, whatever the timing.
 
 from spillway.spec.errors import InvariantError, invariant
 from spillway.spec.plan import GROUPS, HOME, KINDS, LANES, WRITTEN, Op, Plan, Pool
+from spillway.spec.sizes import PAGE
 
 
 def check(plan: Plan) -> None:
@@ -51,7 +52,7 @@ def check_ops(
                 _refuse(position, op, f"takes the lease {lease} a second time")
             if free.get(pool, 0) <= 0:
                 _refuse(position, op, f"finds no free slab in {pool}")
-            if op.kind in _MOVES and int(op.amount) > pools[pool].slab_bytes:
+            if op.kind in _MOVES and op.amount > pools[pool].slab_bytes + _PADDING:
                 _refuse(position, op, f"moves {op.amount:.0f} bytes to a slab of {pool}, which is smaller")
             free[pool] -= 1
             held[lease] = pool
@@ -68,6 +69,8 @@ def check_ops(
 
 _PLACES = ("", HOME, WRITTEN)
 _MOVES = ("READ", "UPLOAD", "DOWNLOAD")  # whose amounts are bytes
+# A subgroup's share of a unit's bytes has a share of what its arrays are padded with to whole pages; its slab has not.
+_PADDING = 8 * PAGE
 
 
 def _refuse(position: int, op: Op, why: str) -> None:
