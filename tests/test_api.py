@@ -25,6 +25,7 @@ from spillway import assembly, native
 from spillway.api import read_parameters
 from spillway.assembly import prepared
 from spillway.spec.errors import NonFinite, StoreMoves, UsageError
+from spillway.spec.plan import UPDATE_MODES
 
 SETTINGS = spillway.AdamW(lr=1e-3, eps=reference.EPS, max_grad_norm=None)
 
@@ -388,10 +389,11 @@ def test_a_loss_of_what_a_unit_does_not_return_is_refused(
     spillway.close(model)
 
 
-def test_reading_and_evaluating_between_backward_and_step_change_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("update", UPDATE_MODES)  # where the planner mixes them that is refused
+def test_reading_and_evaluating_between_backward_and_step_change_nothing(update: str, tmp_path: Path) -> None:
     ends = []
     for disturb in (False, True):
-        model, optimizer = trained(tmp_path / str(disturb))
+        model, optimizer = trained(tmp_path / str(disturb), update=update)
         for step in range(3):
             loss = model(**models.batch("llama", step)).loss
             if disturb:
