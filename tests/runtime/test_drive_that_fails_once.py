@@ -46,19 +46,31 @@ def train(model: torch.nn.Module, optimizer: StreamingOptimizer, steps: range) -
         optimizer.step()
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
+    """Before the last step, after it, and two steps on: the same wherever things rest, with nothing to clip."""
+    found = []
+    for steps in (STEPS - 1, STEPS, STEPS + 2):
+        model, optimizer = prepare(tmp_path_factory.mktemp("plain"), None, "host")
+        train(model, optimizer, range(steps))
+        found.append(read_parameters(model))
+        close(model)
+    return found
+
+
 @pytest.mark.parametrize("call", ("read", "write", "sync"))
 @pytest.mark.parametrize("place", ("forward", "flush"))
 @pytest.mark.parametrize(("max_grad_norm", "weights"), ((None, "disk"), (1e3, "disk"), (None, "host")))
 def test_a_step_whose_updates_are_partly_due_ends_as_a_whole_or_not_at_all(
-    max_grad_norm: float | None, weights: str, place: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    max_grad_norm: float | None,
+    weights: str,
+    place: str,
+    call: str,
+    expected: list[dict[str, torch.Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(make, "Search", Mixed)
-    expected = []
-    for steps in (STEPS - 1, STEPS, STEPS + 2):
-        model, optimizer = prepare(tmp_path / str(steps), max_grad_norm, weights)
-        train(model, optimizer, range(steps))
-        expected.append(read_parameters(model))
-        close(model)
     run = tmp_path / "run"
     model, optimizer = prepare(run, max_grad_norm, weights)
     train(model, optimizer, range(STEPS))
