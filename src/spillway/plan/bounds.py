@@ -79,7 +79,7 @@ def busiest(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -
     """Seconds of the busiest resource in the forwards and backwards of a step with its update (LoHan's and Fuyou's
     maxima, for any placement)."""
     forward, backward, update = _parts(model, placement)
-    return (_others(model, placement) + forward + backward + update).seconds(hardware)
+    return (_others(model, placement, forward + backward) + forward + backward + update).seconds(hardware)
 
 
 def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpec) -> float:
@@ -87,7 +87,7 @@ def lower_bound(model: ModelProfile, placement: Placement, hardware: HardwareSpe
     nothing of it but what is read ahead, and backward begins when forward is over with the late updates, all of which
     precede it but for the writing of what is in slabs."""
     forward, backward, update = _parts(model, placement)
-    others = _others(model, placement)
+    others = _others(model, placement, forward + backward)
     whole = others + forward + backward + update
     if placement.in_turn:
         return whole.seconds_in_turn(hardware)
@@ -130,7 +130,7 @@ def is_held_up_by_recomputing(model: ModelProfile, placement: Placement, hardwar
         return again > 0
     within = _update([(unit, where) for unit, where in _used(model, placement) if not where.defers])
     behind = backward if placement.update == "serial" else backward + within
-    whole = _others(model, placement) + forward + backward + update
+    whole = _others(model, placement, forward + backward) + forward + backward + update
     parts = ((behind, again), (whole, again * placement.accumulation))
     return any((part + Phase(-more)).seconds(hardware) < part.seconds(hardware) for part, more in parts)
 
@@ -141,12 +141,13 @@ def phases(model: ModelProfile, placement: Placement) -> tuple[Phase, Phase]:
     return forward, backward if placement.update == "serial" else backward + update
 
 
-def _others(model: ModelProfile, placement: Placement) -> Phase:
-    """All forwards and backwards of a step but one, and what each backward but the first reads of gradients that are
+def _others(model: ModelProfile, placement: Placement, one: Phase) -> Phase:
+    """All forwards and backwards of a step but `one`, and what each backward but the first reads of gradients that are
     summed on disk."""
-    forward, backward, _ = _parts(model, placement)
+    if placement.accumulation == 1:
+        return Phase()
     summed = Phase(read=sum(unit.grad_bytes for unit, where in _used(model, placement) if _spills(where)))
-    return (forward + backward + summed).times(placement.accumulation - 1)
+    return (one + summed).times(placement.accumulation - 1)
 
 
 def _spills(where: UnitPlacement) -> bool:
