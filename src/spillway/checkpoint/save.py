@@ -6,7 +6,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def save_weights(
     entries = [entry for entry in _entries(units, dtype, written_as or {}) if only is None or entry.unit == only]
     shards = _shards(entries + list(_buffer_entries(buffers)), max_shard_bytes)
     names = [_shard_name(index, len(shards)) for index in range(len(shards))]
-    try:
+    with _writing_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
         _clear(directory)
         beside = available(directory) > sum(entry.num_bytes for shard in shards for entry in shard)
@@ -87,24 +87,32 @@ def save_weights(
                 os.replace(_new(directory / name), directory / name)
         write_whole(_new(directory / _INDEX), _index(names, shards))
         finish_save(directory)
+    return names
+
+
+@contextmanager
+def _writing_to(directory: Path) -> Iterator[None]:
+    """Errors within are of the drive, and leave it the room that was taken."""
+    try:
+        yield
     except OSError as error:
         with suppress(OSError):
-            _clear(directory)  # perhaps all the room that there was
+            _clear(directory)
         if isinstance(error, DiskError):
             raise
         raise DiskError(
             f"the model cannot be written to {directory}: {error.strerror}: free some room there"
         ) from error
-    return names
 
 
 def refuse_full(directory: Path, num_bytes: int, elsewhere: str) -> None:
     """Raise DiskError where a directory has no room for so many bytes of weights. What an earlier writing has left is
     put in its place, or removed; shards of a model that lies there give way one after another. `elsewhere`: what to
     choose instead."""
-    _clear(directory)
-    free = available(directory)
-    before = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
+    with _writing_to(directory):
+        _clear(directory)
+        free = available(directory)
+        before = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
     if num_bytes > free and num_bytes + min(num_bytes, MAX_SHARD_BYTES) > free + before:
         raise DiskError(
             f"the model takes {format_size(num_bytes)} in {directory} and {format_size(free)} are free there: free "
