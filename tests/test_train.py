@@ -474,7 +474,13 @@ class Killed(BaseException):
 @pytest.mark.parametrize("place", (("--save-total-limit", "0"), ("--states", "host", "--save-steps", "100")))
 @pytest.mark.parametrize("when", ("between steps", "in backward"))
 def test_a_run_that_an_error_ends_saves_the_last_step_that_is_whole(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[str, ...], when: str
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: tuple[str, ...],
+    when: str,
 ) -> None:
     out, plain = tmp_path / "run", tmp_path / "plain"
     flags = ("--max-steps", "6", "--weights", "disk", *place)
@@ -493,6 +499,7 @@ def test_a_run_that_an_error_ends_saves_the_last_step_that_is_whole(
         patch.setattr(training_run._Run, name, fails)
         with pytest.raises(ZeroDivisionError if when == "between steps" else RuntimeError):
             run(arguments(model, data, out, *flags))
+    assert "step 3 is saved: the same command goes on" in " ".join(capsys.readouterr().err.split())
     assert [path.name for path in (out / "store").glob("step-*.json")] == ["step-00000003.json"]
     assert run(arguments(model, data, out, *flags)) == 0
     assert losses(out)[3:] == losses(plain)[3:]

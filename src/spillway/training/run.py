@@ -293,6 +293,8 @@ class _Run:
         if is_made and training.session.rest.is_intact and (self._can_save or not isinstance(error, DiskError)):
             with suppress(Exception):
                 self._save()
+        if self._progress.step and self._points.saved_step == self._progress.step:
+            self._reporter.say(f"step {self._progress.step} is saved: the same command goes on from there")
 
     def _save_model(self) -> None:
         save_pretrained(self._training.model, self._training.output, progress=False)  # beside the bar of steps
