@@ -109,7 +109,7 @@ def verify_against_resident(run: Path, steps: int, layers: int | None, reporter:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """NaN if one of them is none."""
+    """Of one or more; NaN if one of them is NaN, which `max` may pass over."""
     return float(torch.tensor(list(values), dtype=torch.float64).max())
 
 

@@ -238,8 +238,8 @@ def ask(options: TrainOptions, hardware: str | None, reporter: Reporter, own: Ow
         if memory is not None and parse_size(memory) > most:
             has = f"{machine.name} has {format_size(most)}"
             reporter.say(f"note: --{tier}-memory {memory} is more than there is: {has}")
-    if own is None and row_length(options) < options.max_length:
-        reporter.say(f"rows are {row_length(options)} tokens long: the model has no more positions")
+    if own is None and (length := row_length(options)) < options.max_length:
+        reporter.say(f"rows are {length} tokens long: the model has no more positions")
     return Question(options, machine, hardware is None, count_rows(options, reporter), own)
 
 
