@@ -739,6 +739,23 @@ def test_a_trained_model_that_was_moved_away_is_written_again(model: Path, data:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("inside", ("", "run", "store"))
+def test_a_run_among_its_data_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], inside: str
+) -> None:
+    """It could not go on: its metrics and manifests would be data that was not there before."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    directories.make_texts(texts / "a.jsonl")
+    out, store = (tmp_path / "run", texts / inside) if inside == "store" else (texts / inside, tmp_path / "store")
+    assert run([*arguments(model, texts, out, "--max-steps", "1"), "--store", str(store)]) == 2
+    assert "lies in the data directory" in " ".join(capsys.readouterr().err.split())
+    assert [file.name for file in texts.iterdir()] == ["a.jsonl"]
+    if inside == "run":
+        hidden = arguments(model, texts, texts / ".run", "--max-steps", "1")
+        assert run(hidden) == 0 and run([*hidden, "--max-steps", "2"]) == 0
+
+
 def test_a_home_in_a_config_file_is_the_home(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

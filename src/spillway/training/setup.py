@@ -91,8 +91,11 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
         say(f"note: {native.load_problem()}: PyTorch and preadv do its work, slower")
     source = find_directory(options.model, options.allow_pickle)
     rows = RowMaker.of(source, _row_length(options, origins, source, reporter), options.packing)
-    directory = _make_directory(Path(options.output_dir))
+    directory = Path(options.output_dir)
+    _refuse_among_data(options, (directory,))
+    _make_directory(directory)
     stores = store_directories(options, directory)
+    _refuse_among_data(options, stores)
     data = _read(options, rows, reporter)
     held_out = _read_held_out(options, rows, reporter)
     identity = identity_of(options, fingerprints(rows.tokenizer), data)
@@ -131,7 +134,19 @@ def _tell_slow_dtype(options: TrainOptions, parts: Prepared, reporter: Reporter)
         )
 
 
-def _make_directory(directory: Path) -> Path:
+def _refuse_among_data(options: TrainOptions, directories: tuple[Path, ...]) -> None:
+    """Raise UsageError for a directory whose own files would be read as data when the run goes on."""
+    for given in map(Path, (*options.data, *options.eval_data)):
+        for directory in directories if given.is_dir() else ():
+            below, top = directory.resolve(), given.resolve()
+            if below.is_relative_to(top) and not any(part.startswith(".") for part in below.relative_to(top).parts):
+                raise UsageError(
+                    f"{directory} lies in the data directory {given}, where the run's own files would be read as data: "
+                    f"choose another --output-dir or --store"
+                )
+
+
+def _make_directory(directory: Path) -> None:
     if not is_free(directory):
         raise UsageError(
             f"{directory} holds files that are not of a run (a model's config.json?): choose another --output-dir"
@@ -142,7 +157,6 @@ def _make_directory(directory: Path) -> Path:
         (directory / ".writable").unlink()
     except OSError as error:
         raise UsageError(f"the run directory {directory} cannot be written: {error.strerror}") from error
-    return directory
 
 
 def _row_length(options: TrainOptions, origins: dict[str, str], source: Path, reporter: Reporter) -> int:
