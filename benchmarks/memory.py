@@ -1,9 +1,11 @@
-"""A 1.1 billion parameter Llama (13 GB of state) trained within 4 GiB of host memory.
+"""A 1.1 billion parameter Llama (13 GB of weights and states) trained within 4 GiB of host memory, and exported in 1.
 
-Loads, trains a few steps of 1 x 256 tokens, writes the final model; all in a fresh process, under a hard cgroup limit
-where cgroups can be written (as root, v1). Prints the peak of every phase.
+Trains a few steps of 1 x 256 tokens with an evaluation between, and writes the final model; then verifies the saved
+point and exports it in float32 (4.4 GB, one shard); each in a fresh process, under a hard cgroup limit where cgroups
+can be written (as root, v1). Takes about 60 GB of disk.
 
-    python benchmarks/memory.py [--limit 4GiB] [--steps 3] [--directory DIR] [--json FILE] [--check]
+    python benchmarks/memory.py [--limit 4GiB] [--export-limit 1GiB] [--steps 3] [--dtype float32] [--directory DIR]
+                                [--json FILE] [--check]
 """
 
 import json
@@ -11,8 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ending import exit_code, parser_of, write_json
 
@@ -23,17 +26,17 @@ DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
 
 
 @dataclass(frozen=True)
-class Result:
-    """Bytes and seconds of one run."""
+class Process:
+    """What one command took: bytes and seconds."""
 
+    name: str
     exit_code: int
     limit_bytes: int
     hard_limit: bool
-    peak_process_bytes: int  # anonymous memory of the process, sampled
+    peak_process_bytes: int  # resident, with the libraries' files that are mapped
     peak_cgroup_bytes: int  # with page cache the kernel could have dropped; 0 without a cgroup
-    state_bytes: int
-    step_seconds: float
-    written_bytes: float
+    seconds: float
+    summary: dict[str, Any] = field(default_factory=dict)  # what the command prints of itself
 
 
 def make_cgroup(limit_bytes: int) -> Path | None:
@@ -47,63 +50,83 @@ def make_cgroup(limit_bytes: int) -> Path | None:
     return group
 
 
-def run(directory: Path, limit_bytes: int, steps: int) -> Result:
-    """Train in a child process under the limit."""
-    out = Path(tempfile.mkdtemp(prefix="run-", dir=directory)) / "run"
+def run(name: str, arguments: list[str], limit_bytes: int) -> Process:
+    """One of our commands in a child process under the limit."""
     group = make_cgroup(limit_bytes)
-    command = [sys.executable, "-m", "spillway", "train", str(directory / "llama-1.1b")]
-    command += [str(directory / "text"), "-o", str(out), "--host-memory", str(limit_bytes), "--max-length", "256"]
-    command += ["--per-device-train-batch-size", "1", "--max-steps", str(steps), "--device", "cpu", "--json"]
 
     def enter() -> None:
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
-    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, preexec_fn=enter, check=False)
+    command = [sys.executable, "-m", "spillway", *arguments, "--json"]
+    start = os.times().elapsed
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=enter)
+    printed = child.stdout.read() if child.stdout is not None else ""
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
     peak_group = 0
     if group is not None:
         peak_group = int((group / "memory.max_usage_in_bytes").read_text())
         group.rmdir()
-    summary = json.loads(child.stdout) if child.returncode == 0 else {}
-    return Result(
-        child.returncode,
-        limit_bytes,
-        group is not None,
-        summary.get("measured_peaks", {}).get("host", 0),
-        peak_group,
-        summary.get("state_bytes", 0),
-        summary.get("measured_step_s", 0.0),
-        sum(summary.get("written_bytes", {}).values()),
-    )
+    summary = json.loads(printed) if child.returncode == 0 else {}
+    seconds = os.times().elapsed - start
+    peak = 1024 * usage.ru_maxrss
+    return Process(name, child.returncode, limit_bytes, group is not None, peak, peak_group, seconds, summary)
+
+
+def train(directory: Path, out: Path, limit_bytes: int, steps: int, dtype: str) -> Process:
+    """Load, train, evaluate, write the model."""
+    arguments = ["train", str(directory / "llama-1.1b"), str(directory / "text"), "-o", str(out)]
+    arguments += ["--host-memory", str(limit_bytes), "--max-length", "256", "--per-device-train-batch-size", "1"]
+    arguments += ["--max-steps", str(steps), "--device", "cpu", "--dtype", dtype]
+    held_out = str(directory / "text" / "000.txt")
+    return run("train", [*arguments, "--eval-data", held_out, "--eval-steps", "2"], limit_bytes)
 
 
 def main() -> int:
     """Run, print, and with --check fail where a target is missed."""
     parser = parser_of(__doc__)
     parser.add_argument("--limit", type=parse_size, default=parse_size("4GiB"))
+    parser.add_argument("--export-limit", type=parse_size, default=parse_size("1GiB"))
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16", help="float32 on processors without AVX-512 is far faster")
     parser.add_argument("--directory", type=Path, default=None)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as temporary:
-        directory = Path(temporary)
+        directory, out = Path(temporary), Path(temporary) / "run"
         subprocess.run([sys.executable, str(DEMO), str(directory), "--shape", "1.1b"], check=True)
-        result = run(directory, options.limit, options.steps)
-    enforced = "hard cgroup limit" if result.hard_limit else "not enforced"
-    print(f"limit           {format_size(result.limit_bytes)} ({enforced})")
-    print(f"process peak    {format_size(result.peak_process_bytes)}")
-    print(f"cgroup peak     {format_size(result.peak_cgroup_bytes)} (with droppable page cache)")
-    print(f"model state     {format_size(result.state_bytes)}")
-    print(f"step            {format_seconds(result.step_seconds)}")
-    print(f"written         {format_size(result.written_bytes)}")
-    write_json(options.json, result)
-    missed = []
-    if not result.hard_limit:
-        missed.append("no cgroup v1 to limit memory with (it takes root): the budget was not enforced")
-    if result.exit_code != 0:
-        missed.append(f"the run ended with exit code {result.exit_code}")
-    elif result.peak_process_bytes > result.limit_bytes:
-        missed.append(f"the process took {format_size(result.peak_process_bytes)}")
-    return exit_code(options.check, missed)
+        processes = [train(directory, out, options.limit, options.steps, options.dtype)]
+        if processes[0].exit_code == 0:
+            exported = ["export", str(out), str(directory / "exported"), "--dtype", "float32"]
+            processes.append(run("verify", ["verify", str(out)], options.export_limit))
+            processes.append(run("export", exported, options.export_limit))
+    for process in processes:
+        enforced = "hard cgroup limit" if process.hard_limit else "not enforced"
+        print(
+            f"{process.name:7} limit {format_size(process.limit_bytes)} ({enforced}): process peak "
+            f"{format_size(process.peak_process_bytes)}, cgroup peak {format_size(process.peak_cgroup_bytes)} (with "
+            f"droppable page cache), {format_seconds(process.seconds)}"
+        )
+    trained = processes[0].summary
+    print(
+        f"model state {format_size(trained.get('state_bytes', 0))}, written "
+        f"{format_size(sum(trained.get('written_bytes', {}).values()))}, a step "
+        f"{format_seconds(trained.get('measured_step_s', 0.0))}"
+    )
+    write_json(options.json, processes)
+    return exit_code(options.check, [line for process in processes for line in missed(process)])
+
+
+def missed(process: Process) -> list[str]:
+    """What one process did not keep to."""
+    lines = []
+    if not process.hard_limit:
+        lines.append(f"{process.name}: no cgroup v1 to limit memory with (it takes root): the limit was not enforced")
+    if process.exit_code != 0:
+        lines.append(f"{process.name} ended with exit code {process.exit_code}")
+    elif process.peak_process_bytes > process.limit_bytes:
+        lines.append(f"{process.name} took {format_size(process.peak_process_bytes)}")
+    return lines
 
 
 if __name__ == "__main__":

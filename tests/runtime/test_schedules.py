@@ -239,3 +239,27 @@ def test_the_number_of_items_in_a_batch_is_no_other_kind_of_batch() -> None:
             torch.testing.assert_close(loss.item(), plain(**batch, num_items_in_batch=count).loss.item())
     assert len(seen) == 1
     close(model)
+
+
+def test_a_batch_that_does_not_fit_whole_is_told_which_micro_batch_does(tmp_path: Path) -> None:
+    batch = models.batch("llama", 0, rows=256, length=256)
+
+    def smallest(micro_batch: int | None, memory: int = 1) -> spillway.PlanInfeasible:
+        with pytest.raises(spillway.PlanInfeasible) as found:
+            spillway.prepare(
+                models.llama(), store=tmp_path, device="cpu", host_memory=memory, micro_batch=micro_batch, example=batch
+            )
+        return found.value
+
+    whole, cut = smallest(None).smallest.host, smallest(16).smallest.host
+    assert "micro_batch" not in str(smallest(None))
+    assert whole > cut + (64 << 20)
+    error = str(smallest(None, (whole + cut) // 2))
+    assert "and micro_batch=" in error
+    fits = int(error.split("micro_batch=")[1].split()[0])
+    assert 16 <= fits < 256
+    room = (whole + cut) // 2
+    model, _ = spillway.prepare(
+        models.llama(), store=tmp_path, device="cpu", host_memory=room, micro_batch=fits, example=batch
+    )
+    close(model)

@@ -8,7 +8,7 @@ from spillway.model.extrapolate import of_rows, with_works
 from spillway.model.profile import CallRecord, CallShape, shapes_of
 from spillway.model.work import SLACK
 from spillway.runtime.forwards import Batch, Forwards
-from spillway.spec.errors import UsageError
+from spillway.spec.errors import PlanInfeasible, UsageError
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan
 
@@ -56,14 +56,37 @@ class Schedules:
         return schedule
 
     def _make(self, batch: Batch) -> Schedule:
-        calls, shapes, beside = self._observe(batch) if batch.tensors else ([], (), False)
+        cut = self._micro_batch if self._micro_batch is not None and self._micro_batch < batch.rows else None
+        try:
+            return self._planned(batch, cut)
+        except PlanInfeasible as error:
+            smaller = self._cut_that_fits(batch, cut or batch.rows)
+            if smaller is None:
+                raise
+            fewer = f"micro_batch={smaller} (--per-device-train-batch-size {smaller}) fits"
+            raise PlanInfeasible(f"{error}, and {fewer}", error.smallest) from error
+
+    def _cut_that_fits(self, batch: Batch, rows: int) -> int | None:
+        """So many rows of the batch at a time, fewer than `rows`; None where that does not help either."""
+        while batch.tensors and rows > 1:
+            rows = -(-rows // 2)
+            try:
+                self._planned(batch, rows)
+            except PlanInfeasible:
+                continue
+            except UsageError:  # it cannot be cut
+                return None
+            return rows
+        return None
+
+    def _planned(self, batch: Batch, cut: int | None) -> Schedule:
+        """With so many rows of the batch at a time inside each unit."""
+        calls, shapes, beside = self._observe(batch, cut) if batch.tensors else ([], (), False)
         profile = replace(self._forwards.profile(batch, calls, shapes, SLACK), calls_beside=beside)
         return Schedule(self._planner(profile, self._is_open()), profile, shapes)
 
-    def _observe(self, batch: Batch) -> tuple[list[CallRecord], tuple[CallShape, ...], bool]:
+    def _observe(self, batch: Batch, cut: int | None) -> tuple[list[CallRecord], tuple[CallShape, ...], bool]:
         """The calls of a forward, and whether others are made besides."""
-        rows = batch.rows
-        cut = self._micro_batch if self._micro_batch is not None and self._micro_batch < rows else None
         try:
             calls = self._forwards.fake(batch)
             grown = None if cut is None else self._forwards.grown(batch)
@@ -73,7 +96,7 @@ class Schedules:
             if cut is not None:
                 return self._observe_parts(batch, cut)
             calls, grown = self._forwards.real(batch), None
-        return calls, shapes_of(calls, grown, rows, cut), self._forwards.calls_beside
+        return calls, shapes_of(calls, grown, batch.rows, cut), self._forwards.calls_beside
 
     def _observe_parts(self, batch: Batch, cut: int) -> tuple[list[CallRecord], tuple[CallShape, ...], bool]:
         """What `_observe` gives, of a forward that depends on values, for which there may be no memory but in
