@@ -15,6 +15,8 @@ from spillway.assembly import prepared
 from spillway.plan.memory import peaks
 from spillway.plan.pools import Kinds
 from spillway.runtime import schedules
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Plan, TierPeaks
 
 
 def test_of_many_lengths_those_asked_for_last_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,25 +243,16 @@ def test_the_number_of_items_in_a_batch_is_no_other_kind_of_batch() -> None:
     close(model)
 
 
-def test_a_batch_that_does_not_fit_whole_is_told_which_micro_batch_does(tmp_path: Path) -> None:
-    batch = models.batch("llama", 0, rows=256, length=256)
+@pytest.mark.parametrize(("pieces", "told"), [(2, "and micro_batch=4 "), (5, "and micro_batch=1 "), (9, "need less")])
+def test_a_batch_that_does_not_fit_whole_is_told_which_micro_batch_does(pieces: int, told: str, tmp_path: Path) -> None:
+    def planner(profile: ModelProfile, is_open: bool) -> Plan:
+        if max(call.chunks for call in profile.calls) < pieces:
+            raise spillway.PlanInfeasible("smaller batches need less", TierPeaks(0, 0, 0))
+        return session.schedules.of((), models.batch("llama", 0)).plan
 
-    def smallest(micro_batch: int | None, memory: int = 1) -> spillway.PlanInfeasible:
-        with pytest.raises(spillway.PlanInfeasible) as found:
-            spillway.prepare(
-                models.llama(), store=tmp_path, device="cpu", host_memory=memory, micro_batch=micro_batch, example=batch
-            )
-        return found.value
-
-    whole, cut = smallest(None).smallest.host, smallest(16).smallest.host
-    assert "micro_batch" not in str(smallest(None))
-    assert whole > cut + (64 << 20)
-    error = str(smallest(None, (whole + cut) // 2))
-    assert "and micro_batch=" in error
-    fits = int(error.split("micro_batch=")[1].split()[0])
-    assert 16 <= fits < 256
-    room = (whole + cut) // 2
-    model, _ = spillway.prepare(
-        models.llama(), store=tmp_path, device="cpu", host_memory=room, micro_batch=fits, example=batch
-    )
+    model, _ = spillway.prepare(models.llama(), spillway.AdamW(lr=1e-3), store=tmp_path, device="cpu")
+    session = prepared(model).session
+    batch = models.batch("llama", 0, rows=8)
+    with pytest.raises(spillway.PlanInfeasible, match=told):
+        schedules.Schedules(session.forwards, planner, None, lambda: False).of((), batch)
     close(model)
