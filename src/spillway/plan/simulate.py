@@ -1,5 +1,8 @@
 """Predicts the trace of a list of operations: the runtime's rules, with rates in place of machines."""
 
+from functools import lru_cache
+from typing import Any
+
 from spillway.spec.hardware import UPDATE_BYTES, HardwareSpec
 from spillway.spec.plan import HOME, LANES, Op, Plan, Pool
 from spillway.spec.trace import Span, Trace
@@ -8,11 +11,13 @@ _OP_SECONDS = 50e-6  # what starting and finishing an operation costs a lane
 _CORES = ("compute", "update", "upload", "download", "device")
 _DISK = ("read", "write")
 _LINK = ("upload", "download")
+_LANE_NUMBERS = {lane: number for number, lane in enumerate(LANES)}
+_NONE: list[Any] = []  # what most operations take and give
 
 
-def _rates(hardware: HardwareSpec) -> dict[tuple[str, str], float]:
-    """What operations of a kind and lane go through in a second; all others compute."""
-    return {
+def _seconds_alone(ops: tuple[Op, ...], hardware: HardwareSpec) -> list[float]:
+    """What each operation takes while no lane shares anything with its own."""
+    rates = {
         ("READ", "read"): hardware.read_bytes_per_s,
         ("WRITE", "write"): hardware.write_bytes_per_s,
         ("COMMIT", "write"): hardware.write_bytes_per_s,
@@ -24,6 +29,13 @@ def _rates(hardware: HardwareSpec) -> dict[tuple[str, str], float]:
         ("NORM", "update"): hardware.host_bytes_per_s,
         ("NORM", "device"): UPDATE_BYTES * hardware.device_update_params_per_s,
     }
+    flops = hardware.device_flops_per_s  # of all others, which compute
+    alone = [op.amount / rates.get((op.kind, op.lane), flops) + _OP_SECONDS for op in ops]
+    for op in ops:
+        # Of what is written, in a slab, checksums are taken.
+        if op.kind == "UPDATE" and op.lane == "update" and op.target not in ("", HOME):
+            alone[op.id] += op.amount / hardware.checksum_params_per_s
+    return alone
 
 
 def simulate(ops: tuple[Op, ...], pools: tuple[Pool, ...], hardware: HardwareSpec) -> Trace:
@@ -47,65 +59,72 @@ class _Simulation:
         self.order: list[int] = []
         self.started, self.ended = [0.0] * len(ops), [0.0] * len(ops)
         self.seconds = 0.0
-        self._ops = ops
         self._hardware = hardware
-        rates = _rates(hardware)
-        flops = hardware.device_flops_per_s
-        self._alone = [op.amount / rates.get((op.kind, op.lane), flops) + _OP_SECONDS for op in ops]
-        for op in ops:
-            is_written = op.target not in ("", HOME)  # in a slab, whose checksums are taken
-            if op.kind == "UPDATE" and op.lane == "update" and is_written:
-                self._alone[op.id] += op.amount / hardware.checksum_params_per_s
+        self._alone = _seconds_alone(ops, hardware)
         self._waits = [len(op.deps) for op in ops]  # dependencies that are not done
         self._followers: list[list[int]] = [[] for _ in ops]
-        numbers = {lane: number for number, lane in enumerate(LANES)}
-        self._lane_of = [numbers[op.lane] for op in ops]
         self._queues: list[list[int]] = [[] for _ in LANES]
-        self._free = {pool.name: pool.count for pool in pools}
-        self._granted = dict.fromkeys(self._free, 0)
-        self._turns: dict[int, list[tuple[str, int]]] = {}  # operation -> the pools it takes from, and its turn there
-        self._pool_of: dict[str, str] = {}
-        turns = dict.fromkeys(self._free, 0)
-        for op in ops:
-            number = op.id
-            self._queues[self._lane_of[number]].append(number)
+        numbers = {pool.name: number for number, pool in enumerate(pools)}
+        self._free = [pool.count for pool in pools]
+        self._granted = [0] * len(pools)
+        turns = [0] * len(pools)
+        self._wanted: list[list[tuple[int, int]]] = []  # per operation: the pools it takes from, and its turn there
+        self._returned: list[list[int]] = []  # and those that it gives a slab back to
+        pool_of: dict[str, int] = {}
+        early: list[tuple[list[int], str]] = []  # given before they are taken: the list begins with them
+        followers, queues, lanes = self._followers, self._queues, _LANE_NUMBERS
+        for number, op in enumerate(ops):
+            queues[lanes[op.lane]].append(number)
             for dep in op.deps:
-                self._followers[dep].append(number)
-            for pool, lease in op.take:
-                self._turns.setdefault(number, []).append((pool, turns[pool]))
-                turns[pool] += 1
-                self._pool_of[lease] = pool
-        for lease in _found(ops):
-            self._free[self._pool_of[lease]] -= 1
+                followers[dep].append(number)
+            wanted, returned = _NONE, _NONE
+            if op.take:
+                wanted = []
+                for name, lease in op.take:
+                    pool = pool_of[lease] = numbers[name]
+                    wanted.append((pool, turns[pool]))
+                    turns[pool] += 1
+            if op.give:
+                returned = []
+                for lease in op.give:
+                    if lease in pool_of:
+                        returned.append(pool_of[lease])
+                    else:
+                        early.append((returned, lease))
+            self._wanted.append(wanted)
+            self._returned.append(returned)
+        for returned, lease in early:
+            returned.append(pool_of[lease])
+            self._free[pool_of[lease]] -= 1
 
     def run(self) -> None:
-        ops, waits, alone, queues = self._ops, self._waits, self._alone, self._queues
+        waits, alone, queues, followers = self._waits, self._alone, self._queues, self._followers
+        wanted, returned, free = self._wanted, self._returned, self._free
         order, started, ended = self.order, self.started, self.ended
+        rates_of = _rates_while_busy(self._hardware)
+        count = len(waits)
         heads = [0] * len(LANES)
         left = [0.0] * len(LANES)
         running = [-1] * len(LANES)
         idle = [lane for lane, queue in enumerate(queues) if queue]
         at_work: list[int] = []
-        shares: dict[int, list[float]] = {}
         now, busy = 0.0, 0
-        while len(order) < len(ops):
+        while len(order) < count:
             still = []
             for lane in idle:
                 number = queues[lane][heads[lane]]
-                if waits[number] or not self._take(number):
+                if waits[number] or (wanted[number] and not self._take(wanted[number])):
                     still.append(lane)
                     continue
                 running[lane], started[number], left[lane] = number, now, alone[number]
                 heads[lane] += 1
                 busy |= 1 << lane
                 at_work.append(lane)
-            idle = still
-            rates = shares.get(busy)
-            if rates is None:
-                rates = shares[busy] = [self._rate(lane, busy) for lane in range(len(LANES))]
+            rates = rates_of[busy]
             passed = min([left[lane] / rates[lane] for lane in at_work])
             now += passed
             at_work_before, at_work = at_work, []
+            idle = still
             for lane in at_work_before:
                 left[lane] -= passed * rates[lane]
                 if left[lane] > 1e-12:
@@ -115,47 +134,44 @@ class _Simulation:
                 busy &= ~(1 << lane)
                 if heads[lane] < len(queues[lane]):
                     idle.append(lane)
-                for follower in self._followers[number]:
+                for follower in followers[number]:
                     waits[follower] -= 1
-                for lease in ops[number].give:
-                    self._free[self._pool_of[lease]] += 1
+                for pool in returned[number]:
+                    free[pool] += 1
                 order.append(number)
                 ended[number] = now
             idle.sort()
         self.seconds = now
 
-    def _take(self, number: int) -> bool:
+    def _take(self, wanted: list[tuple[int, int]]) -> bool:
         """Take the slabs of an operation, if it is its turn and they are free."""
-        wanted = self._turns.get(number)
-        if wanted is None:
-            return True
-        if any(self._granted[pool] != turn or not self._free[pool] for pool, turn in wanted):
-            return False
+        free, granted = self._free, self._granted
+        for pool, turn in wanted:
+            if granted[pool] != turn or not free[pool]:
+                return False
         for pool, _ in wanted:
-            self._free[pool] -= 1
-            self._granted[pool] += 1
+            free[pool] -= 1
+            granted[pool] += 1
         return True
 
-    def _rate(self, lane: int, busy: int) -> float:
-        name, running = LANES[lane], [other for number, other in enumerate(LANES) if busy >> number & 1]
-        if name in _DISK and all(other in running for other in _DISK):
-            return self._hardware.disk_together
-        if name in _LINK and all(other in running for other in _LINK) and not self._hardware.cores_shared:
-            return self._hardware.link_together
-        if self._hardware.cores_shared and name in _CORES and name in running:
-            at_work = sum(other in _CORES for other in running)
-            return 2 * self._hardware.cores_together / at_work if at_work > 1 else 1.0
-        return 1.0
+
+@lru_cache(maxsize=16)
+def _rates_while_busy(hardware: HardwareSpec) -> tuple[tuple[float, ...], ...]:
+    """Per set of lanes that are busy: the share of its own rate that each lane has."""
+    lanes = range(len(LANES))
+    return tuple(tuple(_rate(hardware, lane, busy) for lane in lanes) for busy in range(1 << len(LANES)))
 
 
-def _found(ops: tuple[Op, ...]) -> list[str]:
-    """The leases that a list begins with: it gives them before it takes them."""
-    taken: set[str] = set()
-    found = []
-    for op in ops:
-        taken.update(lease for _, lease in op.take)
-        found += [lease for lease in op.give if lease not in taken]
-    return found
+def _rate(hardware: HardwareSpec, lane: int, busy: int) -> float:
+    name, running = LANES[lane], [other for number, other in enumerate(LANES) if busy >> number & 1]
+    if name in _DISK and all(other in running for other in _DISK):
+        return hardware.disk_together
+    if name in _LINK and all(other in running for other in _LINK) and not hardware.cores_shared:
+        return hardware.link_together
+    if hardware.cores_shared and name in _CORES and name in running:
+        at_work = sum(other in _CORES for other in running)
+        return 2 * hardware.cores_together / at_work if at_work > 1 else 1.0
+    return 1.0
 
 
 def step_seconds(plan: Plan, hardware: HardwareSpec, wary: bool = False) -> tuple[float, str]:
