@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 
+from spillway.integrations.caches import train_without_cache
 from spillway.integrations.captures import captured
 from spillway.integrations.loss import install_loss
 from spillway.integrations.masks import masks_told, read_masks
@@ -249,9 +250,7 @@ def adapt(model: nn.Module, called: nn.Module, session: Session, label_smoothing
         return
     _compute_again_as_planned(model, session)
     _count_in_a_tensor(called, session)
-    for part in model.modules():
-        if isinstance(part, transformers.PreTrainedModel) and getattr(part.config, "use_cache", False):
-            _train_without_cache(part, session)
+    train_without_cache(model, session)
     if called is session.model:  # what a part is called with is not known before it is
         names = tuple(inspect.signature(called.forward).parameters)
         session.forwards.looks.append(
@@ -283,27 +282,3 @@ def _count_in_a_tensor(called: nn.Module, session: Session) -> None:
         return args, {**kwargs, "num_items_in_batch": torch.tensor(count, device=session.device.torch_device)}
 
     session.on_undo.append(called.register_forward_pre_hook(put, with_kwargs=True, prepend=True).remove)
-
-
-def _train_without_cache(model: transformers.PreTrainedModel, session: Session) -> None:
-    """A backward that computes a block again would add its keys to the cache once more."""
-    signature = inspect.signature(model.forward)
-    if "use_cache" not in signature.parameters:
-        return
-
-    def turn_off(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not torch.is_grad_enabled():
-            return None
-        given = signature.bind_partial(*args, **kwargs).arguments
-        if given.get("use_cache"):
-            raise UsageError(
-                "use_cache=True was asked for in a forward with gradients, whose backward would add to the cache once "
-                "more: leave it out, or run the forward under torch.no_grad()"
-            )
-        # A model around this one hands its own use_cache=None on, for which the config then answers.
-        is_settled = given.get("use_cache") is False or ("use_cache" in given and "use_cache" not in kwargs)
-        return None if is_settled else (args, {**kwargs, "use_cache": False})
-
-    session.on_undo.append(model.register_forward_pre_hook(turn_off, with_kwargs=True).remove)
