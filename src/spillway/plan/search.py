@@ -1,6 +1,6 @@
 """The planner: closed forms rank the ways to fill memory, the simulator decides among the best."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 
@@ -34,11 +34,11 @@ _CLIMBED = 4
 # Of larger ones: where updates at one moment take so much longer than the best plan, those at another do, too.
 _FAR_OFF = 1.15
 # Plans of larger ones are compared by steps of about that many units. Between the best ones that are so near to each
-# other their whole lists decide: of two at least, and of more until so many operations were simulated.
+# other their whole lists decide: of two at least, and of more until those have so many operations.
 _NEAR, _NEAR_VISITING = 1.06, 1.25
 _FINALISTS = 2
 _MOST_FINALISTS = 4
-_FINAL_OPS = 8_000
+_FINAL_OPS = 6_000
 # Of the states that drives have time to read in backward, for updates in the next forward.
 _AHEAD_SHARES = (2.0, 1.0, 0.5)
 
@@ -80,15 +80,19 @@ class Search:
     def run(self) -> Timed:
         """The fastest plan that was found."""
         best: Timed | None = None
-        finalists, before = self._finalists(), self._simulated
-        for number, found in enumerate(finalists):
-            if number >= _FINALISTS and self._simulated - before > _FINAL_OPS:
+        listed = 0
+        for number, found in enumerate(self._finalists()):
+            if number >= _FINALISTS and listed > _FINAL_OPS:
                 break
             fuller = self._with_wider_window(self._with_living_units(found))
-            whole = self._time_whole(self._with_more_slabs(fuller))
+            whole = self._changed(self._time_whole(self._with_more_slabs(fuller)), self._spare.with_units_in_turn)
+            others = map(self._simulate, self._variants.in_other_modes(whole.candidate))
+            whole = min([whole, *others], key=_seconds)
+            listed += len(whole.plan.ops)
             if best is None or whole.seconds < best.seconds:
                 best = whole
-        return self._with_streams(self._with_read_ahead(required(best, "a search without finalists")))
+        best = self._changed(required(best, "a search without finalists"), self._spare.with_acts_in_turn)
+        return self._with_streams(self._with_read_ahead(best))
 
     def _finalists(self) -> list[Timed]:
         best = self._find()
@@ -144,6 +148,13 @@ class Search:
             if place.update != best.candidate.placement.update and self._bound_of(place) < least:
                 fastest = min(fastest, self._time(found), key=_seconds)
         return fastest if fastest.seconds <= best.seconds else best
+
+    def _changed(self, best: Timed, change: Callable[[Candidate], Candidate]) -> Timed:
+        """That plan with a change, where it makes it faster."""
+        if self._space.policy.name != "auto" or self._request.fixed is not None:
+            return best
+        found = change(best.candidate)
+        return best if found is best.candidate else min(best, self._simulate(found), key=_seconds)
 
     def _with_read_ahead(self, best: Timed) -> Timed:
         """That plan with states for the next forward read in backward, where that makes the step faster; with a wider

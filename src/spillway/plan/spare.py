@@ -1,9 +1,11 @@
 """What memory that a plan leaves unused is good for: more slots, more slabs, units on the device, micro-batches side by
 side."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
+from typing import TypeVar
 
 from spillway.plan.bounds import readable_ahead
 from spillway.plan.candidates import Candidate, Candidates
@@ -37,12 +39,17 @@ class Spare:
 
     def with_living_units(self, candidate: Candidate) -> Iterator[Candidate]:
         """Where updates visit the device: with as many units as there is room for, beside the slots of visitors, living
-        there, and several shares of the others visiting. Nothing where there is no such unit."""
+        there, and several shares of the others visiting; then with visitors half as large, which leave more room.
+        Nothing where there is no such unit."""
         placement, space = candidate.placement, self._space
         movable = [unit for unit, where in enumerate(placement.units) if where.states == "host"]
-        visiting = sum(placement.units[unit].visits for unit in movable)
-        if "device" not in space.weights or "device" not in space.states or not visiting:
+        if "device" not in space.weights or "device" not in space.states or not placement.visits:
             return
+        for subgroup in (placement.subgroup, placement.subgroup // 2):
+            yield from self._living(replace(placement, subgroup=subgroup), movable)
+
+    def _living(self, placement: Placement, movable: list[int]) -> Iterator[Candidate]:
+        visiting = sum(placement.units[unit].visits for unit in movable)
 
         def living(count: int, share: float) -> Candidate:
             units = list(placement.units)
@@ -75,6 +82,25 @@ class Spare:
             else:
                 high = middle
         return candidate
+
+    def with_units_in_turn(self, candidate: Candidate) -> Candidate:
+        """With units that rest in different ways in turn, among those that are alike: filled one after another, each
+        way has all of its work at one end of the step, and its resource waits at the other. It takes as much memory.
+        The same candidate where there is nothing to change."""
+        placement = candidate.placement
+        units = _in_turn_among(self._candidates.kinds.units, placement.units)
+        if units == placement.units:
+            return candidate
+        changed = replace(placement, units=units)
+        return self._candidates.of(changed, *_late_and_visiting(changed))
+
+    def with_acts_in_turn(self, candidate: Candidate) -> Candidate:
+        """As `with_units_in_turn`, of what is kept of calls."""
+        placement = candidate.placement
+        acts = _in_turn_among(self._candidates.kinds.calls, placement.acts)
+        if acts == placement.acts:
+            return candidate
+        return self._candidates.of(replace(placement, acts=acts), *_late_and_visiting(placement))
 
     def with_read_ahead(self, candidate: Candidate, share: float) -> Candidate:
         """With slabs of states filled in backward, for updates in the next forward: so large a share of those that the
@@ -113,6 +139,33 @@ def _late_and_visiting(placement: Placement) -> tuple[list[int], list[int]]:
     units = range(len(placement.units))
     late = [unit for unit in units if placement.units[unit].defers]
     return late, [unit for unit in units if placement.units[unit].visits]
+
+
+Way = TypeVar("Way")
+
+
+def _in_turn_among(kinds: list[int], ways: tuple[Way, ...]) -> tuple[Way, ...]:
+    """The ways of those of a kind in turn, each as evenly spread as may be."""
+    alike: dict[int, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        alike.setdefault(kind, []).append(place)
+    found = list(ways)
+    for places in alike.values():
+        for place, way in zip(places, in_turn([ways[place] for place in places]), strict=True):
+            found[place] = way
+    return tuple(found)
+
+
+def in_turn(ways: list[Way]) -> list[Way]:
+    """The same in another order: of each way's places the distances are as equal as may be."""
+    counts = Counter(ways)
+    due, found = dict.fromkeys(counts, 0.0), list[Way]()
+    for _ in ways:
+        for way, count in counts.items():
+            due[way] += count / len(ways)
+        found.append(max(due, key=lambda way: due[way]))
+        due[found[-1]] -= 1
+    return found
 
 
 def spread(units: list[int], share: float) -> frozenset[int]:

@@ -44,6 +44,15 @@ class Variants:
             if visiting:
                 yield self._changed(candidate.placement, update, deferred, visiting)
 
+    def in_other_modes(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The same updates on the device at other moments; nothing where there are none or the user chose."""
+        placement, wanted = candidate.placement, self._space.update
+        visiting = frozenset(unit for unit, where in enumerate(placement.units) if where.visits)
+        for mode in self._space.policy.updates if visiting and wanted == "auto" else ():
+            variant = self._changed(placement, mode, frozenset(), visiting)
+            if mode != placement.update and self._candidates.fits(variant):
+                yield variant
+
     def _changed(
         self, placement: Placement, update: str, deferred: frozenset[int], visiting: frozenset[int]
     ) -> Candidate:
