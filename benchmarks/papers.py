@@ -88,7 +88,8 @@ def gpt(layers: int, hidden: int, rows: int, state_bytes: int, micro: int = 8) -
     pieces = max(tokens // 512, 1)
     head = CallProfile(layers + 1, 2.0 * tokens * table, width, 0, "LOSS", pieces, 0, (), 2 * table + 2 * width)
     embedding = CallProfile(0, 0.0, 0, 0, work_bytes=2 * table + 2 * width)
-    return ModelProfile(tuple(units), (embedding, *blocks, head), tokens=tokens)
+    calls, update_bytes = (embedding, *blocks, head), 2 + 2 + state_bytes  # weight, gradient, states
+    return ModelProfile(tuple(units), calls, tokens=tokens, update_bytes=update_bytes)
 
 
 def shape(name: str, rows: int, policy: str, micro: int = 8) -> ModelProfile:

@@ -45,10 +45,12 @@ class Variants:
                 yield self._changed(candidate.placement, update, deferred, visiting)
 
     def in_other_modes(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The same updates on the device at other moments; nothing where there are none or the user chose."""
-        placement, wanted = candidate.placement, self._space.update
+        """The same updates on the device at other moments; nothing where there are none, or the moment is given."""
+        placement = candidate.placement
+        if self._space.update != "auto" or self._request.fixed is not None or not placement.visits:
+            return
         visiting = frozenset(unit for unit, where in enumerate(placement.units) if where.visits)
-        for mode in self._space.policy.updates if visiting and wanted == "auto" else ():
+        for mode in self._space.policy.updates:
             variant = self._changed(placement, mode, frozenset(), visiting)
             if mode != placement.update and self._candidates.fits(variant):
                 yield variant
