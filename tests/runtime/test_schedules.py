@@ -256,3 +256,21 @@ def test_a_batch_that_does_not_fit_whole_is_told_which_micro_batch_does(pieces: 
     with pytest.raises(spillway.PlanInfeasible, match=told):
         schedules.Schedules(session.forwards, planner, None, lambda: False).of((), batch)
     close(model)
+
+
+class TakesFour(TakesNames):
+    """Whatever may be computed of other numbers of rows."""
+
+    def forward(self, rows: torch.Tensor, names: Names) -> torch.Tensor:
+        return super().forward(rows.view(4, 4), names)
+
+
+def test_a_forward_of_a_fixed_number_of_rows_that_does_not_fit_is_told_so(tmp_path: Path) -> None:
+    def planner(profile: ModelProfile, is_open: bool) -> Plan:
+        raise spillway.PlanInfeasible("smaller batches need less", TierPeaks(0, 0, 0))
+
+    model, _ = spillway.prepare(TakesFour(), spillway.AdamW(lr=1e-3), store=tmp_path, device="cpu")
+    made = schedules.Schedules(prepared(model).session.forwards, planner, None, lambda: False)
+    with pytest.raises(spillway.PlanInfeasible, match="need less$"):
+        made.of((torch.ones(4, 4), Names()), {})
+    close(model)

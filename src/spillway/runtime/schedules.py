@@ -74,7 +74,7 @@ class Schedules:
                 self._planned(batch, rows)
             except PlanInfeasible:
                 continue
-            except UsageError:  # it cannot be cut
+            except Exception:  # it cannot be cut, or its forward takes no other number of rows: nothing to advise
                 return None
             return rows
         return None
