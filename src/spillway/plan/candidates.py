@@ -51,6 +51,15 @@ class Candidates:
         tiers = peaks(self.model, placement, pools, process, self.device_is_host, extents, names.placed)
         return Candidate(placement, pools, tiers)
 
+    def updated_alike(self, placement: Placement) -> Candidate:
+        """The placement with every update when and where its units already say."""
+        units = list(enumerate(placement.units))
+        late, visiting = (
+            [unit for unit, where in units if where.defers],
+            [unit for unit, where in units if where.visits],
+        )
+        return self.of(placement, late, visiting)
+
     def fits(self, candidate: Candidate) -> bool:
         """Whether it stays within the budget."""
         need, have = candidate.peaks, self.budget

@@ -7,6 +7,7 @@ from operator import attrgetter, itemgetter
 from spillway.plan.bounds import busiest, least_computing, lower_bound
 from spillway.plan.candidates import Candidate, Candidates
 from spillway.plan.fill import Filler
+from spillway.plan.interleave import with_acts_interleaved, with_units_interleaved
 from spillway.plan.lower import lower_step, wary_step
 from spillway.plan.policies import POLICIES
 from spillway.plan.pools import recomputed_flops
@@ -86,11 +87,11 @@ class Search:
                 break
             fuller = self._with_wider_window(self._with_living_units(found))
             whole = self._time_whole(self._with_more_slabs(fuller))
-            whole = self._in_best_mode(self._if_faster(whole, self._spare.with_units_in_turn))
+            whole = self._in_best_mode(self._if_faster(whole, with_units_interleaved))
             listed += len(whole.plan.ops)
             if best is None or whole.seconds < best.seconds:
                 best = whole
-        best = self._if_faster(required(best, "a search without finalists"), self._spare.with_acts_in_turn)
+        best = self._if_faster(required(best, "a search without finalists"), with_acts_interleaved)
         return self._with_streams(self._with_read_ahead(best))
 
     def _finalists(self) -> list[Timed]:
@@ -153,11 +154,11 @@ class Search:
         others = map(self._simulate, self._variants.in_other_modes(best.candidate))
         return min([best, *others], key=_seconds)
 
-    def _if_faster(self, best: Timed, change: Callable[[Candidate], Candidate]) -> Timed:
+    def _if_faster(self, best: Timed, change: Callable[[Candidates, Candidate], Candidate]) -> Timed:
         """That plan with a change, where that makes it faster."""
         if self._space.policy.name != "auto" or self._request.fixed is not None:
             return best
-        found = change(best.candidate)
+        found = change(self._candidates, best.candidate)
         return best if found is best.candidate else min(best, self._simulate(found), key=_seconds)
 
     def _with_read_ahead(self, best: Timed) -> Timed:

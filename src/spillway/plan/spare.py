@@ -1,11 +1,9 @@
 """What memory that a plan leaves unused is good for: more slots, more slabs, units on the device, micro-batches side by
 side."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
-from typing import TypeVar
 
 from spillway.plan.bounds import readable_ahead
 from spillway.plan.candidates import Candidate, Candidates
@@ -34,7 +32,7 @@ class Spare:
         slabs = min(placement.state_slabs + (left // 2 // slab if slab else 0), self._space.policy.state_slabs)
         if slabs <= placement.state_slabs:
             return candidate
-        found = self._candidates.of(replace(placement, state_slabs=slabs), *_late_and_visiting(placement))
+        found = self._candidates.updated_alike(replace(placement, state_slabs=slabs))
         return found if self._candidates.fits(found) else candidate
 
     def with_living_units(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -55,7 +53,7 @@ class Spare:
             units = list(placement.units)
             for unit in movable[:count]:
                 units[unit] = ON_THE_DEVICE
-            late, _ = _late_and_visiting(placement)
+            late = [unit for unit, where in enumerate(placement.units) if where.defers]
             rest = spread(movable[count:], share * visiting / len(movable))
             return self._candidates.of(replace(placement, units=tuple(units)), late, rest)
 
@@ -76,31 +74,12 @@ class Spare:
         low, high = placement.window, min(fetched, self._space.policy.window) + 1
         while self._model.calls and high - low > 1:
             middle = (low + high) // 2
-            found = self._candidates.of(replace(placement, window=middle), *_late_and_visiting(placement))
+            found = self._candidates.updated_alike(replace(placement, window=middle))
             if self._candidates.fits(found):
                 low, candidate = middle, found
             else:
                 high = middle
         return candidate
-
-    def with_units_in_turn(self, candidate: Candidate) -> Candidate:
-        """With units that rest in different ways in turn, among those that are alike: filled one after another, each
-        way has all of its work at one end of the step, and its resource waits at the other. It takes as much memory.
-        The same candidate where there is nothing to change."""
-        placement = candidate.placement
-        units = _in_turn_among(self._candidates.kinds.units, placement.units)
-        if units == placement.units:
-            return candidate
-        changed = replace(placement, units=units)
-        return self._candidates.of(changed, *_late_and_visiting(changed))
-
-    def with_acts_in_turn(self, candidate: Candidate) -> Candidate:
-        """As `with_units_in_turn`, of what is kept of calls."""
-        placement = candidate.placement
-        acts = _in_turn_among(self._candidates.kinds.calls, placement.acts)
-        if acts == placement.acts:
-            return candidate
-        return self._candidates.of(replace(placement, acts=acts), *_late_and_visiting(placement))
 
     def with_read_ahead(self, candidate: Candidate, share: float) -> Candidate:
         """With slabs of states filled in backward, for updates in the next forward: so large a share of those that the
@@ -117,7 +96,7 @@ class Spare:
             return candidate
         if any(where.grads == "disk" for where in placement.units):  # which are read with the states
             return candidate
-        return self._candidates.of(replace(placement, ahead=ahead), *_late_and_visiting(placement))
+        return self._candidates.updated_alike(replace(placement, ahead=ahead))
 
     def with_streams(self, candidate: Candidate) -> Candidate:
         """With as many micro-batches side by side as the device's memory that is left has room for. A CPU computes each
@@ -128,44 +107,10 @@ class Spare:
         if self._candidates.device_is_host or not self._request.tapes:
             return candidate
         for streams in range(min(most, self._space.policy.streams), 1, -1):
-            found = self._candidates.of(replace(placement, streams=streams), *_late_and_visiting(placement))
+            found = self._candidates.updated_alike(replace(placement, streams=streams))
             if self._candidates.fits(found):
                 return found
         return candidate
-
-
-def _late_and_visiting(placement: Placement) -> tuple[list[int], list[int]]:
-    """Units whose updates are left to the next forward, and those made on the device."""
-    units = range(len(placement.units))
-    late = [unit for unit in units if placement.units[unit].defers]
-    return late, [unit for unit in units if placement.units[unit].visits]
-
-
-Way = TypeVar("Way")
-
-
-def _in_turn_among(kinds: list[int], ways: tuple[Way, ...]) -> tuple[Way, ...]:
-    """The ways of those of a kind in turn, each as evenly spread as may be."""
-    alike: dict[int, list[int]] = {}
-    for place, kind in enumerate(kinds):
-        alike.setdefault(kind, []).append(place)
-    found = list(ways)
-    for places in alike.values():
-        for place, way in zip(places, in_turn([ways[place] for place in places]), strict=True):
-            found[place] = way
-    return tuple(found)
-
-
-def in_turn(ways: list[Way]) -> list[Way]:
-    """The same in another order: of each way's places the distances are as equal as may be."""
-    counts = Counter(ways)
-    due, found = dict.fromkeys(counts, 0.0), list[Way]()
-    for _ in ways:
-        for way, count in counts.items():
-            due[way] += count / len(ways)
-        found.append(max(due, key=lambda way: due[way]))
-        due[found[-1]] -= 1
-    return found
 
 
 def spread(units: list[int], share: float) -> frozenset[int]:
