@@ -60,7 +60,7 @@ def mounted(directory: Path, number: int, num_bytes: int) -> Iterator[Path]:
 def measure(paths: list[Path], num_bytes: int) -> None:
     """What the child does under its throttle: print rates as JSON."""
     shares = measure_shares(tuple(paths))
-    found = {"shares": shares}
+    found: dict[str, float | tuple[int, ...]] = {"shares": shares}
     for name, chosen in (("", shares), ("even_", (1,) * len(paths))):
         disk = StripedDisk(Geometry(tuple(map(str, paths)), chosen), keep=False)
         engine, buffer = DiskEngine(), Arena(num_bytes).buffer

@@ -47,11 +47,11 @@ from spillway.spec.sizes import format_size, parse_size
 
 WORKERS = Path(__file__).parent / "gpu_workers"
 sys.path.insert(0, str(WORKERS))
-from common import LENGTH, SWAPPED, WIDTHS, flops_per_token  # noqa: E402
+from gpu_common import LENGTH, SWAPPED, WIDTHS, flops_per_token  # noqa: E402
 
 IDEAL_TARGET = 0.90
 PEER_TARGETS = {"ZeRO-Offload": 2.3, "ZeRO-Infinity": 3.5}
-_SCRIPTS = {"ours": "ours.py", "ZeRO-Offload": "deepspeed_worker.py", "ZeRO-Infinity": "deepspeed_worker.py"}
+_SCRIPTS = {"ours": "ours.py", "ZeRO-Offload": "zero_worker.py", "ZeRO-Infinity": "zero_worker.py"}
 _GIVEN_UP = 1.5  # of the seconds a case was given: making the model and the plan count, too
 
 
@@ -195,7 +195,7 @@ def run(case: Case, seconds: float, given: argparse.Namespace) -> Result:
 def _result(case: Case, said: str, code: int, given: argparse.Namespace) -> Result:
     found = [json.loads(line) for line in said.splitlines() if line.startswith(('{"seconds"', '{"facts"'))]
     steps = [line for line in found if "seconds" in line]
-    facts = next((line["facts"] for line in found if "facts" in line), {})
+    facts: dict[str, Any] = next((line["facts"] for line in found if "facts" in line), {})
     error = "" if code == 0 else (said.strip().splitlines() or ["it said nothing"])[-1][-300:]
     if len(steps) < 3:
         return Result(case, error or "fewer than three steps", losses=[step["loss"] for step in steps])

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ending import exit_code, parser_of, write_json
 
+from spillway.hardware.catalogue import GPUS, find_machine
 from spillway.hardware.catalogue import build as build_machine
-from spillway.hardware.catalogue import find_machine
 from spillway.plan.bounds import phases
 from spillway.plan.make import fits, make_plan
 from spillway.plan.request import PlanRequest
@@ -103,10 +103,13 @@ def budget(machine: Machine) -> Budget:
     return Budget(int(0.95 * machine.device_bytes), int(0.9 * machine.host_bytes), machine.disk_bytes, 2 << 30)
 
 
-def plan(model: ModelProfile, machine: Machine, policy: str, **fixed: str) -> Plan | None:
+def plan(
+    model: ModelProfile, machine: Machine, policy: str, update: str = "auto", activations: str = "auto"
+) -> Plan | None:
     """None where it does not fit."""
+    request = PlanRequest(update, activations=activations, policy=policy)
     try:
-        return make_plan(model, machine.hardware, budget(machine), PlanRequest(policy=policy, **fixed))
+        return make_plan(model, machine.hardware, budget(machine), request)
     except PlanInfeasible:
         return None
 
@@ -117,32 +120,26 @@ def flops_per_s(model: ModelProfile, found: Plan) -> float:
 
 
 @cache
-def speed(name: str, machine: Machine, policy: str, rows: int, **fixed: str) -> float:
+def speed(name: str, machine: Machine, policy: str, rows: int, update: str = "auto") -> float:
     """Model FLOP/s, 0 where it does not fit."""
     for micro in _MICRO_ROWS:
         model = shape(name, rows, policy, micro)
-        found = plan(model, machine, policy, **fixed)
+        found = plan(model, machine, policy, update)
         if found is not None:
             return flops_per_s(model, found)
     return 0.0
 
 
-def best(name: str, machine: Machine, policy: str, batches: Iterable[int], **fixed: str) -> float:
+def best(name: str, machine: Machine, policy: str, batches: Iterable[int]) -> float:
     """The highest of these batches."""
-    return max(speed(name, machine, policy, rows, **fixed) for rows in batches)
+    return max(speed(name, machine, policy, rows) for rows in batches)
 
 
 def drives(machine: Machine, count: int) -> Machine:
     """The same machine with so many of its drives."""
     host = machine.hardware.host_bytes_per_s
-    gpu = next(part for name, part in _gpus().items() if machine.name.startswith(name))
+    gpu = next(part for name, part in GPUS.items() if machine.name.startswith(name))
     return build_machine(machine.name, gpu, machine.drives[:1] * count, machine.host_bytes, host, gpu.pcie_generation)
-
-
-def _gpus() -> dict[str, object]:
-    from spillway.hardware.catalogue import GPUS
-
-    return dict(GPUS)
 
 
 def server(gpu: str, host: str = "768GB", count: int = 12) -> Machine:

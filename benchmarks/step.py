@@ -145,8 +145,8 @@ def misses(results: list[Result]) -> list[str]:
 def main() -> int:
     """Print and save; with --check, 1 where a target is missed."""
     if sys.argv[1:2] == ["--worker"]:
-        case, mode, model, store, steps = sys.argv[2:7]
-        known = json.loads(case)
+        told, mode, model, store, steps = sys.argv[2:7]
+        known = json.loads(told)
         work(model, store, Case(**{**known, "lanes": tuple(known["lanes"])}), mode, int(steps))
         return 0
     parser = parser_of(__doc__)

@@ -4,7 +4,7 @@ import json
 import sys
 
 import torch
-from common import SWAPPED, make_batch, make_model, run
+from gpu_common import SWAPPED, make_batch, make_model, run
 
 import spillway
 from spillway import planner
@@ -13,11 +13,16 @@ from spillway.plan.check import check
 from spillway.plan.lower import complete
 from spillway.plan.make import swapped_plans
 from spillway.plan.pools import stored_bytes
+from spillway.plan.request import PlanRequest
+from spillway.spec.errors import required
+from spillway.spec.hardware import Budget, HardwareSpec
+from spillway.spec.model import ModelProfile
+from spillway.spec.plan import Plan
 
 given = json.loads(sys.argv[1])
 
 
-def plan_that_swaps(profile, hardware, budget, request):
+def plan_that_swaps(profile: ModelProfile, hardware: HardwareSpec, budget: Budget, request: PlanRequest) -> Plan:
     """The plan of that point of the curve, in the place of the fastest one."""
     plans = swapped_plans(profile, hardware, budget, request, SWAPPED)
     plan = complete(profile, plans[min(given["swapped"], len(plans) - 1)][1])
@@ -26,7 +31,7 @@ def plan_that_swaps(profile, hardware, budget, request):
 
 
 if given["swapped"] is not None:
-    planner.make_plan = plan_that_swaps
+    setattr(planner, "make_plan", plan_that_swaps)  # noqa: B010
 model = make_model(given["shape"], given["device"])
 settings = spillway.AdamW(
     lr=1e-5, max_grad_norm=given["clip"], moments=given["moments"], master_bits=given["master_bits"]
@@ -47,7 +52,7 @@ if given["device"] == "cuda":  # the weights were made there; from now on they r
     torch.cuda.empty_cache()
 
 
-def step(ids):
+def step(ids: torch.Tensor) -> torch.Tensor:
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     optimizer.step()
@@ -55,7 +60,7 @@ def step(ids):
 
 
 run(step, given["rows"], given["shape"], given["device"], given["seconds"])
-schedule = prepared(model).session.engine.schedule
+schedule = required(prepared(model).session.engine.schedule, "steps have run")
 plan, placement, trace = schedule.plan, schedule.plan.placement, optimizer.last_result.traces[-1]
 kept = zip(schedule.profile.calls, placement.acts, strict=True)
 tiers = {

@@ -12,7 +12,7 @@ import os
 import sys
 
 import torch
-from common import make_model, run
+from gpu_common import make_model, run
 from torch import nn
 
 given = json.loads(sys.argv[1])
@@ -28,7 +28,7 @@ if how != "ideal":
 params = [param for param in model.parameters() if param.requires_grad]
 
 
-def backward(ids):
+def backward(ids: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), device=ids.device)
     for part in ids.split(micro):
         loss = model(input_ids=part, labels=part).loss * (len(part) / len(ids))
@@ -39,7 +39,7 @@ def backward(ids):
 
 if how == "ideal":
 
-    def step(ids):
+    def step(ids: torch.Tensor) -> torch.Tensor:
         loss = backward(ids)
         for param in params:
             param.grad = None
@@ -49,7 +49,7 @@ elif how == "plain":
     masters = [nn.Parameter(param.detach().float()) for param in params]
     optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
 
-    def step(ids):
+    def step(ids: torch.Tensor) -> torch.Tensor:
         loss = backward(ids)
         for param, master in zip(params, masters, strict=True):
             master.grad, param.grad = param.grad.float(), None
@@ -57,7 +57,7 @@ elif how == "plain":
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            torch._foreach_copy_(params, masters)
+            torch._foreach_copy_([*params], [*masters])
         return loss
 
 elif how == "fsdp2":
@@ -67,13 +67,12 @@ elif how == "fsdp2":
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     torch.set_default_device(None)
     model.float()  # sharded parameters and states in fp32, computed in bfloat16: as its documentation has it
-    policy = {"offload_policy": CPUOffloadPolicy(), "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-    for layer in model.model.layers:
-        fully_shard(layer, **policy)
-    fully_shard(model, **policy)
+    offload, cast = CPUOffloadPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for part in (*model.model.layers, model):
+        fully_shard(part, offload_policy=offload, mp_policy=cast)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
-    def step(ids):
+    def step(ids: torch.Tensor) -> torch.Tensor:
         loss = backward(ids)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -85,7 +84,7 @@ elif how == "torchao":
 
     optimizer = CPUOffloadOptimizer(params, torch.optim.AdamW, lr=1e-5, fused=True)
 
-    def step(ids):
+    def step(ids: torch.Tensor) -> torch.Tensor:
         loss = backward(ids)
         optimizer.step()
         optimizer.zero_grad()

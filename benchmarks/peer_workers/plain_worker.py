@@ -18,16 +18,17 @@ if activations == "recompute":
 model.train()
 params = list(model.parameters())
 masters = [nn.Parameter(param.detach().float()) for param in params]
-for master in masters:
-    master.grad = torch.empty_like(master)
+wide = [torch.empty_like(master) for master in masters]
+for master, grad in zip(masters, wide, strict=True):
+    master.grad = grad
 optimizer = torch.optim.AdamW(masters, lr=2e-5, weight_decay=0.0, fused=True)
 
 
 def step(ids: torch.Tensor) -> float:
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    for param, master in zip(params, masters, strict=True):
-        master.grad.copy_(param.grad)
+    for param, grad in zip(params, wide, strict=True):
+        grad.copy_(param.grad)
         param.grad = None
     torch.nn.utils.clip_grad_norm_(masters, 1.0)
     optimizer.step()

@@ -66,11 +66,28 @@ class Counted(Block):
 
 
 def test_of_many_blocks_few_are_called() -> None:
+    Counted.times = 0
+    Counted.times = 0
     found = profile(Stack([Counted(index) for index in range(BLOCKS)]), x())
     assert len(found.calls) == BLOCKS
     # The first, whose input needs no gradient; of the others the first six, the eighth and the sixteenth; and of each
     # kind one alone, for what it takes while it computes.
     assert Counted.times == 1 + 8 + 2
+
+
+def test_of_kinds_that_were_alike_one_is_called_for_other_rows_and_lengths() -> None:
+    Counted.times = 0
+    profiler = ModelProfiler(Stack([Counted(index) for index in range(BLOCKS)]))
+    profiler.of(x(), 2)
+    assert Counted.times == (1 + 8) + (1 + 1) + 2  # the batch, a row more, and what a call takes
+    profiler.of({"x": torch.randn(9, 8)}, None)
+    assert Counted.times == (1 + 8) + (1 + 1) + 2 + (1 + 1) + 2
+
+
+def test_for_cutting_the_batch_one_of_each_kind_is_called_once_more() -> None:
+    Counted.times = 0
+    profile(Stack([Counted(index) for index in range(BLOCKS)]), x(), 2)
+    assert Counted.times == 1 + 8 + 2 + 2
 
 
 class Kinds(Block):
@@ -144,7 +161,9 @@ def test_what_a_block_does_is_seen(block: type[Block], monkeypatch: pytest.Monke
     def make() -> Stack:
         return Stack([block(index) for index in range(BLOCKS)])
 
-    assert profile(make(), x()) == with_every_call(monkeypatch, make(), x())
+    profiler = ModelProfiler(make())
+    for batch, micro_batch in ((x(), None), (x(), 2), ({"x": torch.randn(9, 8)}, 3)):
+        assert profiler.of(batch, micro_batch) == with_every_call(monkeypatch, make(), batch, micro_batch)
 
 
 def test_blocks_that_are_not_alike_have_profiles_of_their_own() -> None:

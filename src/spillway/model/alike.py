@@ -3,11 +3,11 @@
 Alike are calls of modules that are built alike, on arguments that are alike. That cannot be proven, for a forward is
 code that may ask anything; so of the calls that are told to be alike the first six (what recurs mostly recurs within
 six blocks), the eighth, the sixteenth and so on are made all the same, and where one does something else, none is taken
-for another.
+for another. Of kinds of modules that were alike in one forward, a later one, on other arguments, makes one call.
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -28,6 +28,9 @@ _APART = ("_parameters", "_modules", "layer_idx")
 _STOOD_IN = ("forward", "_compiled_call_impl")
 _FIRST = 6
 _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type, TreeSpec)
+
+# Of a call: how its module and its function are made, and what it is given.
+Key = tuple[Hashable, Hashable]
 
 
 class _UnlikeAnything(Exception):
@@ -79,39 +82,38 @@ class _Input:
 
 @dataclass(slots=True)
 class AlikeCalls:
-    """Of one forward. `modules`: by unit and path."""
+    """Of one forward. `modules`: by unit and path. `trusted`: kinds that were alike in forwards before."""
 
     modules: Mapping[tuple[int, str], nn.Module]
+    trusted: Set[Hashable] = frozenset()
     is_used: bool = False  # a call was not made
     is_contradicted: bool = False  # what was taken for alike is not
     _kinds: dict[tuple[int, str], Hashable] = field(default_factory=dict)
-    _found: dict[Hashable, tuple[Given | None, int]] = field(default_factory=dict)  # and how many asked for it
+    _found: dict[Key, tuple[Given | None, int]] = field(default_factory=dict)  # and how many asked for it
 
-    def key(
-        self, unit: int, member: str, function: Callable[..., Any], tree: Any, weights: set[int]
-    ) -> Hashable | None:
+    def key(self, unit: int, member: str, function: Callable[..., Any], tree: Any, weights: set[int]) -> Key | None:
         """Calls of the same key are alike; `tree`: their arguments, `weights`: storages of parameters. None: unlike
         any other."""
         try:
             if (unit, member) not in self._kinds:
                 self._kinds[unit, member] = _kind(self.modules[unit, member])
             own = _fixed(inspect.unwrap(function))
-            return self._kinds[unit, member], own, _arguments(tree, weights), _modes()
+            return (self._kinds[unit, member], own), (_arguments(tree, weights), _modes())
         except (_UnlikeAnything, RecursionError):
             return None
 
-    def known(self, key: Hashable | None) -> Given | None:
+    def known(self, key: Key | None) -> Given | None:
         """What a call gives that need not be made."""
         if key is None or key not in self._found:
             return None
         given, times = self._found[key]
         self._found[key] = given, times + 1
-        if given is None or times < _FIRST or not times & (times + 1):
+        if given is None or (key[0] not in self.trusted and _is_made_again(times)):
             return None
         self.is_used = True
         return given
 
-    def note(self, key: Hashable | None, given: Given | None) -> None:
+    def note(self, key: Key | None, given: Given | None) -> None:
         """What a call gave that was made; None where no other can give the same."""
         if key is None:
             return
@@ -121,10 +123,18 @@ class AlikeCalls:
         known, _ = self._found[key]
         self.is_contradicted |= known is not None and known != given
 
+    def found_alike(self) -> set[Hashable]:
+        """Kinds of which several calls were alike and none spoke against it."""
+        return {kind for (kind, _), (given, times) in self._found.items() if given is not None and times > 1}
+
     def before(self, unit: int, member: str, tree: Any) -> "Before":
         """Look at what a call may change."""
         modules = list(self.modules[unit, member].modules())
         return Before(modules, [Attributes.of(module) for module in modules], tree, tree_flatten(tree)[1])
+
+
+def _is_made_again(times: int) -> bool:
+    return times < _FIRST or not times & (times + 1)
 
 
 @dataclass(frozen=True, slots=True)

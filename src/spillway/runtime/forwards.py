@@ -114,6 +114,7 @@ class Forwards:
         self._works = Works(units, device, placeholders)
         self._profiler: Profiler | None = None
         self._is_real = False
+        self._alike_kinds: set[Hashable] = set()  # of which later forwards make one call alone
 
     def batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """The batch of a call of the model. Raises UsageError for one that is not where it is computed."""
@@ -220,7 +221,7 @@ class Forwards:
 
     def _fake_with_residents(self, batch: Batch) -> list[CallRecord]:
         members = {(index, path): part for index, unit in enumerate(self._units) for path, part in unit.members}
-        alike = AlikeCalls(members)
+        alike = AlikeCalls(members, self._alike_kinds)
         try:
             calls = self._run_fake(batch, alike)
         except Exception:
@@ -228,7 +229,9 @@ class Forwards:
                 raise
         else:
             if not alike.is_contradicted:
+                self._alike_kinds |= alike.found_alike()
                 return calls
+        self._alike_kinds.clear()
         return self._run_fake(batch, None)
 
     def _run_fake(self, batch: Batch, alike: AlikeCalls | None) -> list[CallRecord]:

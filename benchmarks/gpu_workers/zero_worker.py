@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3 on the GPU: `deepspeed_worker.py '{"how": "ZeRO-Offload"|"ZeRO-Infinity", ...}'`.
+"""DeepSpeed ZeRO-3 on the GPU: `zero_worker.py '{"how": "ZeRO-Offload"|"ZeRO-Infinity", ...}'`.
 
 Settings as its documentation and its own performance tests advise: pinned memory, pipelined swapping of states, deep
 queues with large blocks, overlapped communication, recomputed blocks, micro-batches accumulated by the engine.
@@ -15,7 +15,7 @@ os.environ.update(
 
 import deepspeed
 import torch
-from common import WIDTHS, make_model, run
+from gpu_common import WIDTHS, make_model, run
 
 given = json.loads(sys.argv[1])
 device = given["device"]
@@ -61,7 +61,7 @@ model.gradient_checkpointing_enable()
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
 
-def step(ids):
+def step(ids: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), device=ids.device)
     for part in ids.split(micro):
         loss = engine(input_ids=part, labels=part).loss
