@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import kl_div, log_softmax
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import spillway
 
@@ -28,7 +28,7 @@ def batches(directory: Path, tokenizer: AutoTokenizer, rows: int, length: int) -
         yield torch.stack([tokens[start : start + length] for start in starts])
 
 
-def make_student(teacher: Path, layers: int, device: torch.device) -> torch.nn.Module:
+def make_student(teacher: Path, layers: int, device: torch.device) -> PreTrainedModel:
     """The teacher's shape with fewer layers and weights of its own."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(teacher, num_hidden_layers=layers)).to(device)

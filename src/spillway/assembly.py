@@ -159,6 +159,7 @@ def assemble(
         reporter,
     )
     session.engine.on_rest = lambda: points.at_rest(store)
+    session.on_begin = points.begin_step
     store.on_open = lambda opened, plan: _fill(opened, plan, parts)
     _prepared[model] = parts
     try:

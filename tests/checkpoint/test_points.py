@@ -352,6 +352,54 @@ def test_random_numbers_go_on_from_the_saved_point(tmp_path: Path) -> None:
     assert drawn() == expected
 
 
+class Drawing(nn.Module):
+    """What it gives depends on random numbers and on a count of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("states", ("host", "disk"))
+def test_a_point_that_is_saved_between_the_backwards_of_a_step_is_of_the_step_before(
+    states: str, tmp_path: Path
+) -> None:
+    def run(store: Path, backwards: range, save_at: int = -1, resume: bool = False) -> dict[str, torch.Tensor]:
+        model, optimizer = spillway.prepare(
+            Drawing(),
+            spillway.AdamW(lr=1e-2),
+            store=store,
+            states=states,
+            device="cpu",
+            gradient_accumulation_steps=3,
+            resume=resume,
+        )
+        for number in backwards:
+            if number == save_at:
+                spillway.save_point(model)
+                break
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).backward()
+            if number % 3 == 2:
+                optimizer.step()
+        found = {name: tensor.clone() for name, tensor in (*read_parameters(model).items(), *model.named_buffers())}
+        spillway.close(model)
+        return found
+
+    torch.manual_seed(1)
+    whole = run(tmp_path / "whole", range(9))
+    torch.manual_seed(1)
+    run(tmp_path / "cut", range(9), save_at=5)
+    assert same(run(tmp_path / "cut", range(3, 9), resume=True), whole)
+
+
 class Killed(BaseException):
     """Nothing that is running looks after this."""
 

@@ -183,3 +183,36 @@ def test_the_loss_of_a_model_within_another_module_is_in_pieces(tmp_path: Path) 
     assert [shape.kind for shape in schedule.shapes].count("LOSS") == 2
     assert_like(plain, plain(**models.batch("llama", 0)), loss.item(), spillway.api.read_parameters(model))
     close(model)
+
+
+class Cropped(nn.Module):
+    """Takes so much of every row as it was told to, as one that begins with short texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.length = models.llama(), 8
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.body(input_ids=input_ids[:, : self.length], labels=labels[:, : self.length]).loss)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.filterwarnings("ignore:.*works on larger tensors than when a batch of this shape was planned")
+@pytest.mark.parametrize("lengths", ((6, 16, 10), (16, 6, 12)))
+def test_every_token_counts_however_many_were_planned(lengths: tuple[int, ...]) -> None:
+    plain = Cropped()
+    settings = spillway.SGD(lr=LR, momentum=0.0, max_grad_norm=None)
+    model, optimizer = spillway.prepare(copy.deepcopy(plain), settings, device="cpu")
+    own = torch.optim.SGD(plain.parameters(), lr=LR)
+    for step, length in enumerate(lengths):
+        model.length = plain.length = length  # type: ignore[assignment]
+        batch = models.batch("llama", step)
+        loss, expected = model(**batch), plain(**batch)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+        loss.backward()
+        optimizer.step()
+        expected.backward()
+        own.step()
+        own.zero_grad()
+    assert any(shape.kind == "LOSS" for shape in prepared(model).session.engine.in_force.shapes)
+    close(model)

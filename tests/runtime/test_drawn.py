@@ -72,3 +72,40 @@ def test_it_trains_as_plain_pytorch_does(kind: str, activations: str) -> None:
     for name, param in plain.named_parameters():
         torch.testing.assert_close(found[name], param.detach(), rtol=1e-5, atol=1e-6)
     spillway.close(model)
+
+
+class Given(nn.Module):
+    """Draws from a generator that it is handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * torch.rand(8, generator=generator)
+
+
+class Handing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Given() for _ in range(3))
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.generator)
+        return x
+
+
+@pytest.mark.parametrize("activations", ("recompute", "tape", "keep"))
+def test_a_generator_among_the_arguments_goes_on_as_in_plain_pytorch(activations: str) -> None:
+    plain = Handing()
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    settings = spillway.AdamW(lr=1e-2, max_grad_norm=None, decay_all=True)
+    model, optimizer = spillway.prepare(Handing(), settings, device="cpu", activations=activations)
+    assert train(model, optimizer) == pytest.approx(expected, rel=1e-5)
+    weights = read_parameters(model)
+    spillway.close(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(weights[name], param.detach(), rtol=1e-4, atol=1e-6)

@@ -175,3 +175,19 @@ def test_a_model_of_many_blocks_streams_before_any_batch_is_known(tmp_path: Path
         streamed = spillway.stream(plain, store=tmp_path / "store", device="cpu")
         assert torch.equal(streamed(**models.batch("llama", 0)).loss, expected)
     spillway.close(streamed)
+
+
+@pytest.mark.parametrize("weights", ("host", "disk"))
+def test_memory_that_a_forward_in_inference_mode_took_serves_others_too(weights: str, tmp_path: Path) -> None:
+    model, optimizer = spillway.prepare(
+        models.llama(), spillway.AdamW(), device="cpu", store=tmp_path, weights=weights, states=weights
+    )
+    batch = models.batch("llama", 0)
+    for inside in (torch.inference_mode, torch.no_grad):
+        loss = model(**batch).loss
+        with inside():
+            between = model(**batch).loss  # beside the step, in memory of its own
+        torch.testing.assert_close(between, loss.detach(), rtol=1e-5, atol=0)
+        loss.backward()
+        optimizer.step()
+    close(model)

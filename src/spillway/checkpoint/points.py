@@ -54,6 +54,7 @@ class SavedPoints:
     new_names: dict[str, str] = field(default_factory=dict)  # of store paths that were called something else
     noted: "_Point | None" = None
     pending: "_Pending | None" = None
+    before: "_Surroundings | None" = None  # of the first forward of the step under way
     at_step: Callable[[], dict[str, str]] = dict  # what is only known when a step is over; joins `run`
     at_commit: Callable[[], dict[str, str]] = dict  # what is only known when everything is written; joins `run`
     on_commit: Callable[[int], None] = lambda step: None
@@ -141,8 +142,14 @@ class SavedPoints:
             reserve_manifests(self.directory, first, self._num_kept)
             self.on_commit(0)  # what notes the step has its room, too
 
+    def begin_step(self) -> None:
+        """The first forward of a step begins: what it and those after it draw and change is not of the step before."""
+        if self.directory is not None:
+            self.before = self._surroundings()
+
     def after_step(self, store: PlacedStore, step: int) -> None:
         """Commit, where every step is a saved point; finish the one that was written during this step."""
+        self.before = None
         if self.directory is not None and self.every_step(store):
             self._commit(store, self._describe(step), _current(store))
         else:
@@ -151,6 +158,7 @@ class SavedPoints:
     def note_step(self, store: PlacedStore, step: int) -> None:
         """The step is over but for its updates, which belong to the next forward. Finish the point that was written
         during it."""
+        self.before = None
         self.settle(store)
         if self.directory is not None and self.every_step(store):
             self.noted = self._describe(step)
@@ -297,9 +305,11 @@ class SavedPoints:
         return max(self.keep_last, 1)
 
     def _describe(self, step: int) -> "_Point":
-        """What the present state is, apart from what the extents hold."""
-        buffers = {name: to_text(tensor) for name, tensor in self.buffers().items()}
-        return _Point(step, generators.states(), {**self.run, **self.at_step()}, buffers)
+        """What the state at the end of this step is, apart from what the extents hold."""
+        return _Point(step, self.before or self._surroundings(), {**self.run, **self.at_step()})
+
+    def _surroundings(self) -> "_Surroundings":
+        return _Surroundings(generators.states(), {name: to_text(tensor) for name, tensor in self.buffers().items()})
 
     def _manifest(self, store: PlacedStore, point: "_Point", states: tuple["_State", ...]) -> Manifest:
         units = tuple(
@@ -318,9 +328,9 @@ class SavedPoints:
             units,
             geometry,
             fingerprint(self.units),
-            point.rng,
+            point.around.rng,
             {**point.run, **self.at_commit()},
-            point.buffers,
+            point.around.buffers,
             in_place=not self.keep_last,
         )
 
@@ -336,13 +346,20 @@ class SavedPoints:
 
 
 @dataclass(frozen=True, slots=True)
+class _Surroundings:
+    """States of generators and persistent buffers, as text: what forwards change."""
+
+    rng: dict[str, str]
+    buffers: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class _Point:
     """A step about to be committed: what goes on from there besides what lies in the extents."""
 
     step: int
-    rng: dict[str, str]
+    around: _Surroundings
     run: dict[str, str]
-    buffers: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def _of_rows(few: CallRecord, one_more: CallRecord, have: int, rows: int, known:
         saved_bytes=round(few.saved_bytes * times),
         operators=tuple(_of_class(operator, times) for operator in few.operators),
         rows=few.rows + (one_more.rows - few.rows) * (rows - have),
-        mixes_rows=few.mixes_rows or one_more.mixes_rows,
+        mixes_rows=few.mixes_rows or one_more.mixes_rows or few.plain != one_more.plain,
     )
 
 

@@ -66,6 +66,7 @@ class CallRecord:
     differentiated: bool = True  # an output needs a gradient
     mixes_rows: bool = False  # an operator of it does
     work: Work | None = None  # measured while it was called, on real tensors
+    plain: tuple[Any, ...] = ()  # what it gives besides tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,10 @@ class CallShape:
     cut_outputs: frozenset[int]
     acts: tuple[int, ...]  # inputs that the activation store keeps for backward
     inputs: frozenset[int]  # all of them
+    outputs: frozenset[int] = frozenset()  # all of them
     differentiated: bool = True
     orders: tuple[tuple[int, Order], ...] = ()  # of the dimensions of cut outputs in memory, where they are permuted
+    elements: int = 0  # of the inputs together
 
 
 @dataclass(slots=True)
@@ -176,6 +179,7 @@ class Profiler:
             any(output.requires_grad for output in outputs.values()),
             tally.mixes_rows,
             work,
+            plain_leaves(result),
         )
         self.calls.append(record)
         return result
@@ -215,6 +219,11 @@ _APART: dict[str, Any] = {"inputs": {}, "outputs": {}, "again": None}
 def tensors_by_place(tree: Any) -> dict[int, torch.Tensor]:
     """The tensors among its flattened leaves, each by its place there."""
     return {place: leaf for place, leaf in enumerate(tree_flatten(tree)[0]) if isinstance(leaf, torch.Tensor)}
+
+
+def plain_leaves(tree: Any) -> tuple[Any, ...]:
+    """Numbers and texts among its flattened leaves."""
+    return tuple(leaf for leaf in tree_leaves(tree) if isinstance(leaf, (int, float, complex, str)))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
@@ -283,22 +292,25 @@ def _shape_of(
         if tensor.requires_grad and uses[id(tensor)] == 1 and tensor.numel()
     )
     none: frozenset[int] = frozenset()
-    inputs = frozenset(call.inputs)
+    inputs, outputs = frozenset(call.inputs), frozenset(call.outputs)
+    elements = sum(tensor.numel() for tensor in call.inputs.values())
+    whole = CallShape(call.unit, call.member, call.kind, 1, 0, none, none, acts, inputs, outputs, elements=elements)
     if call.kind == "LOSS":
-        chunks = -(-call.rows // call.chunk_rows)
-        return CallShape(call.unit, call.member, "LOSS", chunks, call.chunk_rows, inputs, none, acts, inputs)
-    whole = CallShape(call.unit, call.member, call.kind, 1, 0, none, none, acts, inputs)
+        return replace(whole, chunks=-(-call.rows // call.chunk_rows), chunk_rows=call.chunk_rows, cut_inputs=inputs)
     if grown is None or micro_batch is None or micro_batch >= rows or call.mixes_rows:
         return whole
     cut_inputs = _grown_places(call.inputs, grown.inputs)
     cut_outputs = _grown_places(call.outputs, grown.outputs)
     if not cut_inputs or not _is_cut_cleanly(call, grown, cut_inputs, cut_outputs):
         return whole
-    chunks = -(-rows // micro_batch)
     permuted = ((place, order_of(call.outputs[place])) for place in sorted(cut_outputs))
-    orders = tuple((place, order) for place, order in permuted if not is_plain(order))
-    return CallShape(
-        call.unit, call.member, call.kind, chunks, micro_batch, cut_inputs, cut_outputs, acts, inputs, orders=orders
+    return replace(
+        whole,
+        chunks=-(-rows // micro_batch),
+        chunk_rows=micro_batch,
+        cut_inputs=cut_inputs,
+        cut_outputs=cut_outputs,
+        orders=tuple((place, order) for place, order in permuted if not is_plain(order)),
     )
 
 
@@ -307,7 +319,9 @@ def _is_cut_cleanly(
 ) -> bool:
     """Whether the outputs of the whole batch are those of its parts one after another. Not so where a tensor grew
     otherwise than by one row (all tokens in one dimension), or where something computed from the rows did not grow
-    with them (a loss inside the unit, a mean over the batch)."""
+    with them (a loss inside the unit, a mean over the batch, a number)."""
+    if call.plain != grown.plain:
+        return False
     for tensors, others, cut in ((call.inputs, grown.inputs, cut_inputs), (call.outputs, grown.outputs, cut_outputs)):
         for place, tensor in tensors.items():
             expected = (tensor.shape[0] + 1, *tensor.shape[1:]) if place in cut else tuple(tensor.shape)

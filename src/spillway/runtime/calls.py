@@ -2,9 +2,9 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from spillway.model.layouts import Order
-from spillway.model.profile import CallShape, UnitCall, changed_in_place, refuse_hidden_results
+from spillway.model.profile import CallShape, UnitCall, changed_in_place, plain_leaves, refuse_hidden_results
 from spillway.runtime.device import Device
 from spillway.runtime.graph import Graph, Like, Root, bypass
 from spillway.runtime.held import address_of
@@ -113,6 +113,21 @@ def _refuse_unknown(call: FlatCall, shape: CallShape) -> None:
         )
 
 
+def fitted(call: FlatCall, shape: CallShape, tensors: list[torch.Tensor]) -> CallShape:
+    """With as many micro-batches as these tensors have rows for, which may be others than those of the forward that was
+    profiled: what a model makes of a batch may depend on more than its shape. Raises UsageError where tensors that are
+    cut alike differ in rows."""
+    cut = (tensor for hole, tensor in zip(call.holes, tensors, strict=True) if hole in shape.cut_inputs)
+    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in cut}
+    if len(rows) > 1:
+        raise UsageError(
+            f"{call.name} was given tensors of {' and '.join(map(str, sorted(rows)))} rows, and of as many each when "
+            f"its micro-batches were planned: leave micro_batch out"
+        )
+    chunks = max(-(-rows.pop() // shape.chunk_rows), 1) if rows else shape.chunks
+    return shape if chunks == shape.chunks else replace(shape, chunks=chunks)
+
+
 def run_in_pieces(call: UnitCall) -> Any:
     """A LOSS without gradients: the sum over pieces of the rows of its arguments."""
     rows, step = call.args[0].shape[0], call.chunk_rows
@@ -143,14 +158,19 @@ class RngState:
     device: torch.Tensor | None
     python: tuple[Any, ...]
     numpy: Any
+    given: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
 
 
-def rng_state(device: torch.device) -> RngState:
-    """The present state."""
+def rng_state(device: torch.device, given: Iterable[torch.Generator] = ()) -> RngState:
+    """The present state. `given`: generators that a call has among its arguments."""
     on_device = None if device.type == "cpu" else torch.cuda.get_rng_state(device)
     numpy = sys.modules.get("numpy.random")
     return RngState(
-        torch.get_rng_state(), on_device, random.getstate(), None if numpy is None else numpy.get_state(legacy=False)
+        torch.get_rng_state(),
+        on_device,
+        random.getstate(),
+        None if numpy is None else numpy.get_state(legacy=False),
+        tuple((generator, generator.get_state()) for generator in given),
     )
 
 
@@ -162,12 +182,19 @@ def set_rng_state(device: torch.device, state: RngState) -> None:
     random.setstate(state.python)
     if state.numpy is not None:
         sys.modules["numpy.random"].set_state(state.numpy)
+    for generator, known in state.given:
+        generator.set_state(known)
+
+
+def generators_in(tree: Any) -> list[torch.Generator]:
+    """Those among its leaves."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Generator)]
 
 
 @contextmanager
-def rng_kept(device: torch.device) -> Iterator[None]:
+def rng_kept(device: torch.device, given: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Put the generators back afterwards, whatever happens."""
-    state = rng_state(device)
+    state = rng_state(device, given)
     try:
         yield
     finally:
@@ -210,13 +237,14 @@ def run_forward(
     device: Device,
     streams: int,
     slot: torch.Tensor,
+    weights: Iterable[torch.Tensor],
     graph: Graph | None,
     tape: Tape | None,
 ) -> tuple[list[Any], TreeSpec, Replay]:
     """The call's result, flattened and detached, with gradients enabled inside so that the same kernels run as in
     backward (attention picks its own by whether a gradient is needed), and nothing kept but what `graph` or `tape`
     takes. `streams`: how many micro-batches may run beside each other.
-    `slot`: where the unit's parameters lie; what is a view of it is copied.
+    `slot`: where the unit's parameters lie; what is a view of it is copied. `weights`: these parameters.
 
     Raises UsageError where the unit changes an input in place: it could not be computed again.
     """
@@ -224,15 +252,19 @@ def run_forward(
     rng, parts = [], []
     refuse = _refuse(call.name)
     pack, unpack = (_drop, refuse) if graph is None else (graph.pack, graph.unpack)
+    refuse_bypass = refuse if graph is None else graph.refuse_bypass
+    for weight in weights:
+        if weight.requires_grad:
+            weight.register_hook(refuse_bypass)
     versions = [tensor._version for tensor in tensors]
     spec: TreeSpec | None = None
     with device.fork(streams) as beside:
         for index, piece in enumerate(pieces(call, shape, tensors)):
-            rng.append(rng_state(device.torch_device))
+            rng.append(rng_state(device.torch_device, generators_in(call.leaves)))
             inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in piece]
             for tensor in inputs:
                 if tensor.requires_grad:
-                    tensor.register_hook(refuse if graph is None else graph.refuse_bypass)
+                    tensor.register_hook(refuse_bypass)
             taping = nullcontext() if tape is None else tape.record()
             saving = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
             with beside(index), torch.enable_grad(), saving, taping:
@@ -249,7 +281,7 @@ def run_forward(
     invariant(spec is not None, "a call has at least one micro-batch")
     if streams > 1:
         device.take_over(output for part in parts for output in part if isinstance(output, torch.Tensor))
-    whole = parts[0] if shape.chunks == 1 else _put_together(parts, shape)
+    whole = parts[0] if shape.chunks == 1 else _put_together(call, parts, shape)
     return whole, spec, Replay(rng, autocast_of(device.torch_device))
 
 
@@ -273,7 +305,8 @@ def own_copy(output: torch.Tensor, passing: Sequence[torch.Tensor]) -> torch.Ten
     return output.clone() if shares and output.numel() else output
 
 
-def _put_together(parts: list[list[Any]], shape: CallShape) -> list[Any]:
+def _put_together(call: FlatCall, parts: list[list[Any]], shape: CallShape) -> list[Any]:
+    _refuse_uneven(call, parts, shape)
     whole = []
     for place, column in enumerate(zip(*parts, strict=True)):
         first = column[0]
@@ -288,6 +321,20 @@ def _put_together(parts: list[list[Any]], shape: CallShape) -> list[Any]:
         else:
             whole.append(first)
     return whole
+
+
+def _refuse_uneven(call: FlatCall, parts: list[list[Any]], shape: CallShape) -> None:
+    """Raise UsageError for results of micro-batches of which nobody knows how to make that of all rows."""
+
+    def places_of_tensors(part: list[Any]) -> set[int]:
+        return {place for place, leaf in enumerate(part) if isinstance(leaf, (torch.Tensor, PassedThrough))}
+
+    are_unlike = any(plain_leaves(part) != plain_leaves(parts[0]) for part in parts)
+    if are_unlike or any(places_of_tensors(part) != shape.outputs for part in parts):
+        raise UsageError(
+            f"{call.name} gives something else for a few rows than it did when its micro-batches were planned, or a "
+            f"number that depends on the rows: leave micro_batch out"
+        )
 
 
 def _joined(parts: Sequence[torch.Tensor], order: Order | None) -> torch.Tensor:
@@ -315,7 +362,7 @@ def run_backward(
     input, in flattened order."""
     likes = [Like.of(tensor, need) for tensor, need in zip(tensors, needs_grad, strict=True)]
     found = InputGradients(call, shape, likes)
-    with rng_kept(device.torch_device), device.fork(streams) as beside:
+    with rng_kept(device.torch_device, generators_in(call.leaves)), device.fork(streams) as beside:
         for index, piece in enumerate(pieces(call, shape, tensors)):
             set_rng_state(device.torch_device, replay.rng[index])
             inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(piece, needs_grad, strict=True)]

@@ -141,13 +141,20 @@ class Engine:
         return required(self.schedule, "no plan is in force")
 
     def upcoming_call(self, index: int, backward: bool) -> Op:
-        """The compute operation of a call; operations of calls that autograd did not reach are passed over."""
-        while True:
-            op = required(self.executor.upcoming_compute(), "the step has no operation left for this call")
+        """The compute operation of a call; operations of calls that autograd did not reach are passed over. Raises
+        UsageError where the call does not come when it should."""
+        while (op := self.executor.upcoming_compute()) is not None:
             if op.call == index and (op.kind == "BACKWARD") == backward:
                 return op
-            invariant(backward and op.kind == "BACKWARD", f"call {index} ran out of order")
+            if not backward or op.kind != "BACKWARD":
+                break
             self.executor.skip_compute(op)
+        name = self.in_force.shapes[index].member or "a unit"
+        raise UsageError(
+            f"{name} is not computed when it was planned to be for batches of this shape: a model that leaves blocks "
+            f"out of some batches, or hands results of one block to another by an attribute, cannot be trained (hand "
+            f"them over as arguments)"
+        )
 
     @contextmanager
     def computing(self, op: Op) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor], Gradients | None]]:

@@ -28,7 +28,7 @@ from spillway.model.profile import (
 )
 from spillway.model.units import Unit
 from spillway.runtime.buffers import nothing_kept
-from spillway.runtime.calls import own_copy, rng_kept
+from spillway.runtime.calls import generators_in, own_copy, rng_kept
 from spillway.runtime.device import Device
 from spillway.runtime.window import fake_leaves, leaves
 from spillway.runtime.works import Works, on_fakes
@@ -125,7 +125,8 @@ class Forwards:
                     f"on {self._device}: move the batch there first"
                 )
         seen = self._seen(args, kwargs)
-        return Batch(args, kwargs, seen, (_signature((args, kwargs)), seen, self._model.training, self._autocast()))
+        training = tuple(module.training for module in self._model.modules())
+        return Batch(args, kwargs, seen, (_signature((args, kwargs)), seen, training, self._autocast()))
 
     def fake(self, batch: Batch) -> list[CallRecord]:
         """The calls of a forward on fake tensors, with what the batch allows of what models may try. Raises what
@@ -250,7 +251,7 @@ class Forwards:
     def _real(self, batch: Batch) -> list[CallRecord]:
         with (
             self._at_rest(),
-            rng_kept(self._device),
+            rng_kept(self._device, generators_in((batch.args, batch.kwargs))),
             nothing_kept(self._model.modules()),
             torch.compiler.set_stance("force_eager"),
         ):

@@ -1,5 +1,7 @@
 """What has become of the steps so far: which updates are still due, and whether the store holds a whole step."""
 
+import warnings
+
 from spillway.runtime.engine import Engine
 from spillway.runtime.interrupts import uninterrupted
 from spillway.runtime.lanes import Due, StepState
@@ -95,6 +97,12 @@ class Rest:
         self._half_done |= self._engine.step.is_half_done
         self._take_back()
         if self._rounds.is_first or in_backward or executor.has_failed:
+            if self._rounds.done:
+                warnings.warn(
+                    f"the {self._rounds.done} backward(s) of this step before the one that failed are dropped with it: "
+                    f"the step begins anew",
+                    stacklevel=2,
+                )
             self._rounds.start_anew()
             self._engine.forget_gradients()
 

@@ -45,6 +45,7 @@ class Schedules:
         self._micro_batch = micro_batch
         self._is_open = is_open
         self._known: dict[Hashable, Schedule] = {}
+        self._outgrown: dict[Hashable, int] = {}  # elements that the largest schedule so far was made for, by its key
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
         """The schedule for batches like this one. Raises UsageError and PlanInfeasible."""
@@ -54,6 +55,17 @@ class Schedules:
         if len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]  # the one that was asked for longest ago
         return schedule
+
+    def forget(self, schedule: Schedule) -> bool:
+        """Make the next schedule for its batches from the batch at hand. False where that was done and gave none for
+        more than before."""
+        key = next((key for key, known in self._known.items() if known is schedule), None)
+        elements = sum(shape.elements for shape in schedule.shapes)
+        if key is None or elements <= self._outgrown.get(key, -1):
+            return False
+        self._outgrown[key] = elements
+        del self._known[key]
+        return True
 
     def _make(self, batch: Batch) -> Schedule:
         cut = self._micro_batch if self._micro_batch is not None and self._micro_batch < batch.rows else None

@@ -1,6 +1,7 @@
 """One model in training: turns the user's forward, backward and optimizer step into the operations of the plan."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
@@ -77,6 +78,7 @@ class Session:
         self._loss_scale = LossScale()
         self.side_outputs: SideOutputs = returned_alone
         self.on_undo: list[Callable[[], None]] = []
+        self.on_begin: Callable[[], None] = _nothing  # of the first forward of a step
         self.forwards = Forwards(
             model, units, device, self.placeholders, self._at_rest, self._on_demand, lambda: self.engine.is_running
         )
@@ -205,6 +207,8 @@ class Session:
         if schedule.profile.calls_beside or alone or (due is not None and due.sweeping and not wary):
             self.come_to_rest()  # the list that follows makes no updates of the step before
         self.engine.open(schedule)
+        if self.rounds.is_first:
+            self.on_begin()
         step = StepState(
             Due(
                 self._hypers(),
@@ -347,6 +351,17 @@ class Session:
         """How to run a call."""
         return self.engine.in_force.shapes[index]
 
+    def note_larger(self, name: str) -> None:
+        """A call works on more than it was planned for, as batches of one shape may have it whose values differ: the
+        next one is planned anew, from itself."""
+        if self.schedules.forget(self.engine.in_force):
+            warnings.warn(
+                f"{name} works on larger tensors than when a batch of this shape was planned, for the forward depends "
+                f"on more than shapes: this step may take more memory than it was allowed, and the next one is planned "
+                f"anew",
+                stacklevel=2,
+            )
+
     @contextmanager
     def forward_of(self, index: int) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """The unit of a call is in its slot and bound (both are given); afterwards the slot is free for the next."""
@@ -436,6 +451,10 @@ class Session:
         # Only now: a step that failed is given up by `settle`.
         self._phase = Phase.NONE
         self.rounds.end()
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 def _is_called_within(model: nn.Module) -> bool:

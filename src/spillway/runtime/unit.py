@@ -10,11 +10,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_unflatten
 
 from spillway.model.binding import bind
-from spillway.model.profile import UnitCall
+from spillway.model.profile import CallShape, UnitCall
 from spillway.model.units import Unit
 from spillway.runtime.calls import (
     FlatCall,
     PassedThrough,
+    fitted,
     flatten_call,
     own_copy,
     run_backward,
@@ -96,10 +97,15 @@ def original_forward(module: nn.Module) -> Callable[..., Any]:
 def run_in_step(session: "Session", index: int, unit_call: UnitCall) -> Any:
     """One call of the step's forward, differentiable."""
     call, tensors = flatten_call(unit_call.function, unit_call.args, unit_call.kwargs)
-    if not session.shape(index).differentiated:
-        return _run_frozen(session, index, call, tensors)
+    planned = session.shape(index)
+    shape = fitted(call, planned, tensors)
+    known = (tensor for hole, tensor in zip(call.holes, tensors, strict=True) if hole in planned.inputs)
+    if sum(tensor.numel() for tensor in known) > planned.elements:
+        session.note_larger(call.name)
+    if not shape.differentiated:
+        return _run_frozen(session, index, call, shape, tensors)
     box: dict[str, Any] = {}
-    outputs = _UnitFunction.apply(session, index, call, box, session.anchor, *tensors)
+    outputs = _UnitFunction.apply(session, index, call, shape, box, session.anchor, *tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     fresh = iter(outputs)
     leaves = [
@@ -109,17 +115,16 @@ def run_in_step(session: "Session", index: int, unit_call: UnitCall) -> Any:
     return tree_unflatten(leaves, box["spec"])
 
 
-def _run_frozen(session: "Session", index: int, call: FlatCall, tensors: list[torch.Tensor]) -> Any:
+def _run_frozen(session: "Session", index: int, call: FlatCall, shape: CallShape, tensors: list[torch.Tensor]) -> Any:
     """A call that has no backward: all is frozen in it and before it. Raises UsageError where that is not so."""
     if any(tensor.requires_grad for tensor in tensors):
         raise UsageError(
             f"{call.name} was given a tensor that requires a gradient, but in earlier batches none did: let the first "
             f"batch exercise everything that is trained"
         )
-    shape = session.shape(index)
     streams = session.forks.streams(index)
-    with session.forward_of(index) as (slot, _):
-        found, spec, _ = run_forward(call, shape, tensors, session.device, streams, slot, None, None)
+    with session.forward_of(index) as (slot, weights):
+        found, spec, _ = run_forward(call, shape, tensors, session.device, streams, slot, weights.values(), None, None)
     return tree_unflatten([tensors[leaf.index] if isinstance(leaf, PassedThrough) else leaf for leaf in found], spec)
 
 
@@ -135,12 +140,12 @@ class _UnitFunction(torch.autograd.Function):
         session: "Session",
         index: int,
         call: FlatCall,
+        shape: CallShape,
         box: dict[str, Any],
         anchor: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        shape = session.shape(index)
-        needs_grad = [bool(need) for need in ctx.needs_input_grad[5:]]
+        needs_grad = [bool(need) for need in ctx.needs_input_grad[6:]]
         marked = [
             tensor.detach().requires_grad_(need) if need else tensor
             for tensor, need in zip(tensors, needs_grad, strict=True)
@@ -150,7 +155,9 @@ class _UnitFunction(torch.autograd.Function):
             graph = session.activations.new_graph(index, call, marked, slot, weights)
             tape = session.activations.new_tape(index, call)
             device = session.device
-            leaves, box["spec"], replay = run_forward(call, shape, marked, device, streams, slot, graph, tape)
+            leaves, box["spec"], replay = run_forward(
+                call, shape, marked, device, streams, slot, weights.values(), graph, tape
+            )
             if graph is None:
                 kept = session.activations.keep_inputs(index, call, list(tensors), tape)
             else:
@@ -160,7 +167,7 @@ class _UnitFunction(torch.autograd.Function):
         box["leaves"] = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
         ctx.set_materialize_grads(False)
-        ctx.step = (session, session.step_number, index, call, replay, graph, tape, kept, needs_grad, streams)
+        ctx.step = (session, session.step_number, index, call, shape, replay, graph, tape, kept, needs_grad, streams)
         return outputs
 
     @staticmethod
@@ -170,10 +177,10 @@ class _UnitFunction(torch.autograd.Function):
                 "backward ran a second time over one forward (retain_graph=True?), whose activations were given back: "
                 "add the losses up and call backward once"
             )
-        session, step_number, index, call, replay, graph, tape, kept, needs_grad, streams = ctx.step
+        session, step_number, index, call, shape, replay, graph, tape, kept, needs_grad, streams = ctx.step
         session.check_current(step_number)
         _refuse_other_backwards(session, grads)
-        shape, device = session.shape(index), session.device
+        device = session.device
         with session.backward_of(index) as (slot, gradients):
             if graph is not None:
                 graph.bring_back(slot, gradients, session.activations.back(index))
@@ -187,7 +194,7 @@ class _UnitFunction(torch.autograd.Function):
             passing = [slot, *session.activations.lent(index)]
             found = [grad if grad is None else own_copy(grad, passing) for grad in found]
         ctx.step = None
-        return (None, None, None, None, None, *found)
+        return (None, None, None, None, None, None, *found)
 
 
 def _refuse_other_backwards(session: "Session", grads: tuple[torch.Tensor | None, ...]) -> None:

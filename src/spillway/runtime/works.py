@@ -17,10 +17,10 @@ from spillway.model.profile import CallRecord, CallShape, UnitCall, tensors_by_p
 from spillway.model.units import Unit
 from spillway.model.work import SLACK, MeasuredWorks, Work, measure_work
 from spillway.runtime.buffers import nothing_kept
-from spillway.runtime.calls import rng_kept
+from spillway.runtime.calls import generators_in, rng_kept
 from spillway.runtime.device import Device
 from spillway.runtime.window import fake_leaves
-from spillway.spec.errors import required
+from spillway.spec.errors import UsageError, required
 
 # Where an operator refuses what it is given, it is told here before it is tried in another way.
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -72,7 +72,14 @@ class Works:
                 like = torch.empty_permuted(size, order_of(tensor), dtype=tensor.dtype, device=tensor.device)
                 leaves[place] = like.requires_grad_(tensor.requires_grad)
             args, kwargs = tree_unflatten(leaves, spec)
-            return measure_work(again.function, args, kwargs, list(params.values()), self._device_kind)
+            try:
+                return measure_work(again.function, args, kwargs, list(params.values()), self._device_kind)
+            except Exception as error:
+                raise UsageError(
+                    f"{call.member or own.name} cannot be computed by itself, as backward does, with nothing but its "
+                    f"arguments ({type(error).__name__}: {error}): hand over as arguments what the model sets in its "
+                    f"attributes"
+                ) from error
 
     def _measure_real(self, call: UnitCall, params: dict[str, torch.Tensor]) -> Work:
         def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,7 +87,8 @@ class Works:
             return piece.detach().requires_grad_(tensor.requires_grad)
 
         args, kwargs = tree_map_only(torch.Tensor, own, (call.args, call.kwargs))
-        with rng_kept(self._device), nothing_kept(_modules(self._units[call.unit])):
+        drawing = rng_kept(self._device, generators_in((call.args, call.kwargs)))
+        with drawing, nothing_kept(_modules(self._units[call.unit])):
             found = measure_work(call.function, args, kwargs, list(params.values()), self._device_kind)
         for param in params.values():
             param.grad = None

@@ -221,7 +221,8 @@ class PlacedStore:
             slab = slabs[0]
         else:
             if self._lone is None:
-                self._lone = Arena(max(layout.weight_bytes for layout in self._layouts))
+                with torch.inference_mode(False):  # it serves forwards with gradients, too, whoever asks first
+                    self._lone = Arena(max(layout.weight_bytes for layout in self._layouts))
             slab = self._lone.buffer
         at, moves = home.extents[home.current].offset, []
         for start, stop in parts:
@@ -235,7 +236,8 @@ class PlacedStore:
     def _by_itself(self) -> torch.Tensor:
         """Device memory for any unit; taken once, for a model may ask for units beside every step."""
         if self._lone_slot is None:
-            self._lone_slot = self._on_device(max(layout.weight_bytes for layout in self._layouts))
+            with torch.inference_mode(False):
+                self._lone_slot = self._on_device(max(layout.weight_bytes for layout in self._layouts))
         return self._lone_slot
 
     def close(self) -> None:
