@@ -120,6 +120,46 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(
             assert torch.equal(param, expected[name]), name
 
 
+def test_a_trainer_that_was_interrupted_goes_on_from_where_it_is(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+    model = gpt2()
+    with streaming(model, tmp_path / "whole", samples(8), **more) as whole:
+        whole.train()
+        expected, losses = read_parameters(model), told(whole, "loss")
+    model = gpt2()
+    with streaming(model, tmp_path / "cut", samples(8), callbacks=[_StopAfter(5)], **more) as cut:
+        with pytest.raises(KeyboardInterrupt):
+            cut.train()
+        cut.remove_callback(_StopAfter)
+        cut.train(resume_from_checkpoint=True)
+        assert cut.state.global_step == 8
+        assert told(cut, "loss")[3:] == losses[5:]
+        for name, param in read_parameters(model).items():
+            assert torch.equal(param, expected[name]), name
+
+
+def test_only_the_last_checkpoint_can_be_gone_on_from(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "placement": DISK}
+    stopped = streaming(gpt2(), tmp_path, samples(8), callbacks=[_StopAfter(7)], **more)
+    with stopped as trainer, pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    told = r"checkpoint-2 is of step 2, and the optimizer states .* step 7"
+    with streaming(gpt2(), tmp_path, samples(8), **more) as again, pytest.raises(spillway.UsageError, match=told):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    with streaming(gpt2(), tmp_path, samples(8), **more) as again:
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+        assert again.state.global_step == 8
+
+
+def test_a_model_that_streams_untrained_is_not_taken_for_the_trained_one(tmp_path: Path) -> None:
+    with streaming(gpt2(), tmp_path, samples(8), save_strategy="epoch", store=tmp_path / "first") as trainer:
+        trainer.train()
+    with streaming(gpt2(), tmp_path, samples(8), store=tmp_path / "second") as again:
+        again.evaluate()
+        with pytest.raises(spillway.UsageError, match="streams already, as it was loaded"):
+            again.train(resume_from_checkpoint=True)
+
+
 def test_an_interrupted_run_whose_learning_rate_follows_evaluations_goes_on(tmp_path: Path) -> None:
     more: dict[str, Any] = {
         "save_strategy": "steps",

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.trainer_utils import get_last_checkpoint
 
 from spillway.api import prepare, save_point, save_pretrained
 from spillway.assembly import Prepared, prepared
 from spillway.optim.config import Rule, settings_of
 from spillway.optim.optimizer import StreamingOptimizer
-from spillway.spec.errors import UsageError
+from spillway.spec.errors import UsageError, required
 from spillway.spec.options import TrainOptions
 
 # What the optimizers of TrainingArguments are called here.
@@ -37,7 +38,7 @@ _REFUSED = {
     "fp16": "load the model in bfloat16 and pass bf16=True, or none of both",
     "fp16_full_eval": "the model computes in the dtype it was loaded in",
     "bf16_full_eval": "the model computes in the dtype it was loaded in",
-    "load_best_model_at_end": "weights rest in the store, and load from the checkpoint you want afterwards",
+    "load_best_model_at_end": "leave it out, and load the model from trainer.state.best_model_checkpoint afterwards",
     "auto_find_batch_size": "the plan fits the batch into the memory, or says what is short",
     "torch_compile": "compile the blocks in place before, as in `for block in model.model.layers: block.compile()`",
     "deepspeed": "leave it out, Spillway takes its place",
@@ -65,8 +66,10 @@ class TrainerMixin:
     the dtype it was loaded in.
 
     A checkpoint is the model as `from_pretrained` loads it and what the trainer keeps besides; optimizer states and
-    masters stay in the store. `train(resume_from_checkpoint=True)` goes on from the last step in the store, which may
-    be later than the checkpoint's. Raises UsageError for arguments that cannot be followed, and what `prepare` does.
+    masters stay in the store. `train(resume_from_checkpoint=True)`, or with the path of the last checkpoint, goes on
+    from the last step that was made: of this trainer, if it has trained before, or in the store. That may be later than
+    the checkpoint's. Raises UsageError for an earlier checkpoint, for arguments that cannot be followed, and what
+    `prepare` does.
     """
 
     # Of transformers.Trainer, which comes next in the order of classes.
@@ -101,6 +104,7 @@ class TrainerMixin:
         }
         self._rule = rule
         self._resumes = False
+        self._goes_on = False  # from what this trainer has trained, not from a saved point
         self._streaming: StreamingOptimizer | None = None
         super().__init__(*args, **kwargs)
         self._check()
@@ -141,6 +145,11 @@ class TrainerMixin:
                 },
             )
         return prepared(self.model)
+
+    @property
+    def _trained_steps(self) -> int:
+        """Of the weights as they are."""
+        return required(self._streaming, "the model does not stream").num_steps
 
     def _groups(self) -> list[dict[str, Any]]:
         """What decays and what does not, as transformers has it: by names and kinds of modules."""
@@ -220,8 +229,8 @@ class TrainerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Weights and states are in the store."""
-        if self._streaming is None:
-            self._resumes = True
+        self._goes_on = self._streaming is not None
+        self._resumes = not self._goes_on
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: Any, trial: Any
@@ -231,13 +240,25 @@ class TrainerMixin:
         )
         if checkpoint is None:
             return epochs, batches
-        points = self._stream().points
-        if not points.step:
+        points, step = self._stream().points, self._trained_steps
+        if not step and self._goes_on:
+            raise UsageError(
+                f"the model streams already, as it was loaded, and {checkpoint} is of later: make the trainer anew and "
+                f'call train first, or give it placement={{"resume": True}}'
+            )
+        if not step:
             raise UsageError(
                 f"{points.directory} holds no saved point to resume {checkpoint} from: optimizer states rest in the "
                 f"store, which was moved or removed (store= says where it is)"
             )
-        self.state.global_step = points.step
+        last = get_last_checkpoint(self.args.output_dir)
+        if self.state.global_step != step and (last is None or not os.path.samefile(checkpoint, last)):
+            raise UsageError(
+                f"{checkpoint} is of step {self.state.global_step}, and the optimizer states in {points.directory} are "
+                f"of step {step}: resume_from_checkpoint=True goes on from there; to begin anew from an earlier "
+                f"checkpoint, load it as the model, with another output_dir"
+            )
+        self.state.global_step = step
         epochs, batches = divmod(self.state.global_step, num_update_steps_per_epoch)
         skipped = 0 if self.args.ignore_data_skip else batches * self.args.gradient_accumulation_steps
         return epochs, skipped
@@ -251,7 +272,10 @@ class TrainerMixin:
             self.lr_scheduler.step()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Those of PyTorch as of the step of the store, which may be later; the others as of the checkpoint."""
+        """Those of PyTorch as of the step of the store, which may be later; the others as of the checkpoint. As they
+        are where this trainer goes on."""
+        if checkpoint is not None and self._goes_on:
+            return
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         if checkpoint is not None:
             self._stream().points.set_random_state()

@@ -192,7 +192,7 @@ class Cropped(nn.Module):
         super().__init__()
         self.body, self.length = models.llama(), 8
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(self.body(input_ids=input_ids[:, : self.length], labels=labels[:, : self.length]).loss)
 
 
