@@ -157,6 +157,9 @@ def test_a_run_whose_store_is_gone_is_not_started_over(
     assert run(arguments(model, data, out, *flags)) == 5
     assert "is its drive mounted?" in " ".join(capsys.readouterr().err.split())
     assert (out / "metrics.jsonl").read_text() == before
+    for asked in (["verify", str(out)], ["export", str(out), str(tmp_path / "exported")]):
+        assert run(asked) == 5
+        assert "is its drive mounted?" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_store_from_before_the_run_moved_is_not_gone_on_from(

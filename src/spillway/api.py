@@ -74,10 +74,10 @@ def add_adapter(model: nn.Module, adapter: Any) -> Any:
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The torch dtype of a name. Raises UsageError for one that cannot be trained in."""
+    """The torch dtype of a name. Raises UsageError for another than those of models here."""
     found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(dtype)
     if found is None or found not in _DTYPES.values():
-        raise UsageError(f"dtype {dtype} cannot be trained in: choose bfloat16, float16 or float32")
+        raise UsageError(f"there is no dtype {dtype} here: choose bfloat16, float16 or float32")
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from spillway.durable import write_number, write_whole
 from spillway.report.metrics import read_metrics
-from spillway.spec.errors import UsageError
+from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.options import TrainOptions
 from spillway.store.manifest import manifest_files
 
@@ -17,6 +17,7 @@ METRICS = "metrics.jsonl"
 SAVED_STEP = "saved-step"
 _STORES = "stores.json"
 _WRITTEN_STEP = "model-step"
+_WRITTEN_BYTES = "written.json"
 
 
 def read_options(run: Path) -> TrainOptions:
@@ -103,6 +104,33 @@ def written_step(run: Path) -> int:
     """The step of the trained model that was written last; 0 for none, or where it is not there any more."""
     is_there = (model_in(run) / "config.json").exists() and any(model_in(run).glob("*.safetensors"))
     return _step_in(run / _WRITTEN_STEP) if is_there else 0
+
+
+def note_written_bytes(run: Path, by_path: dict[str, int], by_drive: dict[str, int]) -> None:
+    """Remember what the run has written in all; a saved point does not know of what comes after it."""
+    write_whole(run / _WRITTEN_BYTES, json.dumps({"paths": by_path, "drives": by_drive}))
+
+
+def written_bytes(run: Path, by: str) -> dict[str, int]:
+    """What was noted last, by "paths" or "drives"; nothing before."""
+    try:
+        return {str(name): int(count) for name, count in json.loads((run / _WRITTEN_BYTES).read_text())[by].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {}
+
+
+def larger_of(some: dict[str, int], others: dict[str, int]) -> dict[str, int]:
+    """Of two countings up, by name, the later ones."""
+    return {name: max(some.get(name, 0), others.get(name, 0)) for name in (*some, *others)}
+
+
+def refuse_lost_store(run: Path, store: Path) -> None:
+    """Raise DiskError where steps were saved and their store is empty: a drive is not mounted, perhaps."""
+    if saved := saved_step(run):
+        raise DiskError(
+            f"{run} had step {saved} saved and {store} holds no saved point: is its drive mounted? To start over, "
+            f"remove {run}"
+        )
 
 
 def model_in(run: Path) -> Path:

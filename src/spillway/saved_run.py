@@ -10,7 +10,7 @@ from spillway.checkpoint.usable import usable
 from spillway.integrations.huggingface import CAUSAL_LM
 from spillway.model.units import Unit, find_units
 from spillway.optim.config import settings_of, state_format
-from spillway.rundir import read_options, stores_of_last_time, where_saved
+from spillway.rundir import read_options, refuse_lost_store, stores_of_last_time, where_saved
 from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.options import TrainOptions
 from spillway.store.manifest import Manifest, manifest_files
@@ -29,10 +29,11 @@ class SavedRun:
 
 def open_run(run: Path) -> SavedRun:
     """Read a run directory. Raises UsageError where it is none or holds no saved point, DiskError where the saved
-    points are of another model or all damaged."""
+    points are of another model, all damaged or not where they were."""
     options = read_options(run)
     directory = where_saved(options, run)
     if not manifest_files(directory):
+        refuse_lost_store(run, directory)
         raise UsageError(f"{run} holds no saved point yet: {directory} is empty")
     model = load(options.model, CAUSAL_LM, as_dtype(options.dtype), allow_pickle=options.allow_pickle)
     units = find_units(model, state_format(settings_of(options)))

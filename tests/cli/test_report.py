@@ -32,6 +32,23 @@ def test_a_run_is_reported_as_it_went(trained: Path, capsys: pytest.CaptureFixtu
     assert found["predicted_step_seconds"] == plan["step_seconds"]
 
 
+def test_what_is_written_is_one_sum_wherever_it_is_told(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def written(*arguments: str) -> dict[str, int]:
+        capsys.readouterr()
+        assert run([*arguments, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return dict(found[0]["written_in_all"] if arguments[0] == "report" else found["written_bytes"])
+
+    once = written("report", str(trained))
+    last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])["written_bytes"]
+    model = sum(file.stat().st_size for file in (trained / "model").glob("*.safetensors"))
+    assert sum(once.values()) > sum(last.values()) + 0.9 * model  # the model is written after the last step
+    options = {name: entry["value"] for name, entry in json.loads((trained / "config.json").read_text()).items()}
+    again = ["train", options["model"], *options["data"], "-o", str(trained), "--max-length", "64", "--device", "cpu"]
+    assert written(*again, "--max-steps", "6", "--eval-steps", "3", "--states", "disk") == once
+    assert written("report", str(trained)) == once
+
+
 def test_runs_are_compared_in_a_picture(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "compared.png"

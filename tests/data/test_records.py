@@ -68,6 +68,7 @@ def test_records_of_sharegpt_and_alpaca_are_conversations(tmp_path: Path) -> Non
         ('{"text": 3}', "'text' must be text, this is a number"),
         ("[1]", "this is a list"),
         ("{oops", "this line is not JSON"),
+        ('{"messages": [{"role": "user"\n', r"this line is not JSON \(Expecting ',' delimiter at column 30\)"),
         ('{"text": "tab\t"}', r"this line is not JSON \(Invalid control character at column 14\)"),
         (r'{"text": "\ud83d cut"}', r"\\ud83d is half a character"),
         (r'{"prompt": "a", "completion": ["\uDE00"]}', r"\\ude00 is half a character"),

@@ -345,6 +345,28 @@ def test_one_path_from_python_is_one_path(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert [(options.store, options.data) for options in asked] == expected
 
 
+def test_a_model_that_streams_is_not_planned_once_more() -> None:
+    model, _ = spillway.prepare(models.llama(), spillway.AdamW(), device="cpu")
+    with pytest.raises(spillway.UsageError, match="streams already: ask predict before prepare"):
+        spillway.predict(model, example=models.batch("llama", 0))
+    spillway.close(model)
+
+
+def test_an_option_there_is_not_is_told_the_nearest(model: Path) -> None:
+    with pytest.raises(spillway.UsageError, match="no option max_lenght; did you mean max_length"):
+        spillway.predict(str(model), max_lenght=64)
+
+
+def test_what_a_run_is_described_by_is_planned(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {model}\noutput_dir: {tmp_path / 'run'}\nmax_length: 32\nper_device_train_batch_size: 3\nseed: 5\n"
+    )
+    given = ("--config", config, "--hardware", "rtx4090+990pro+64GB")
+    assert ask(capsys, *given)["tokens"] == 96
+    assert ask(capsys, *given, "--max-length", 16)["tokens"] == 48
+
+
 def test_any_module_is_planned_with_an_example_and_stays_as_it_is() -> None:
     module = models.dit()
     before = {name: param.clone() for name, param in module.named_parameters()}

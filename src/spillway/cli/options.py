@@ -100,6 +100,18 @@ def _option(name: str, hint: Any, default: Any, text: str, hidden: bool) -> Call
     return click.option(flag, name, default=default, type=kind, show_default=show_default, **shown)
 
 
+def config_option(options_class: Any) -> Callable[[Any], Any]:
+    """A decorator that gives a click command --config, whose values stand for options (and arguments) that are not
+    given; those of the dataclass that the command does not have are left alone."""
+
+    def use(context: click.Context, _: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            context.default_map = read_config(Path(value), options_class)
+
+    text = "YAML or TOML with option names."
+    return click.option("--config", callback=use, is_eager=True, expose_value=False, metavar="FILE", help=text)
+
+
 def read_config(path: Path, options_class: Any) -> dict[str, Any]:
     """Values of a YAML or TOML file with the option names (dashes or underscores).
 

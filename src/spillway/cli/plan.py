@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from spillway.cli.options import add_options
+from spillway.cli.options import add_options, config_option
 from spillway.cli.pictures import PICTURES, check_picture
 from spillway.spec.errors import UsageError
 from spillway.spec.jsonable import to_json
@@ -31,6 +31,7 @@ _ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 @click.argument("model")
 @click.argument("data", nargs=-1)
 @add_options(TrainOptions, _KEPT)
+@config_option(TrainOptions)
 @click.option(
     "--hardware",
     metavar="H",
@@ -71,6 +72,7 @@ def plan_command(
       spillway plan gpt-13b --hardware rtx4080+990pro+64GB --max-size
       spillway plan ./llama-8b --sweep host-memory --chart curve.png
       spillway plan ./llama-8b --chart step.png
+      spillway plan --config run.yaml
     """
     from spillway.planning.question import ask, with_batch_tokens
     from spillway.report.progress import Reporter
@@ -190,8 +192,12 @@ def probe_command(store: tuple[str, ...], as_json: bool) -> None:
     from spillway.report.plans import print_machine
     from spillway.report.progress import Reporter, answers
 
+    paths = tuple(map(Path, store or (".",)))
+    for path in paths:
+        if not path.exists():
+            Reporter().say(f"note: {path} is not there (is its drive mounted?): the drive it would lie on counts")
     others = Others()
-    machine = this_machine(tuple(map(Path, store or (".",))), refresh=True)
+    machine = this_machine(paths, refresh=True)
     if others.disturb:
         Reporter().say(
             f"note: other programs used {others.share:.0%} of the processor meanwhile: what was measured is kept for "

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -34,7 +35,10 @@ def report_command(runs: tuple[str, ...], chart: str | None, as_json: bool) -> N
     directories = {run: Path(run) for run in runs}
     options = {run: read_options(directory) for run, directory in directories.items()}
     steps = {run: read_steps(directory) for run, directory in directories.items()}
-    reports = [report_of(run, options[run], read_plan(directory), steps[run]) for run, directory in directories.items()]
+    reports = [
+        report_of(run, options[run], read_plan(directory), steps[run], _written(directory, steps[run]))
+        for run, directory in directories.items()
+    ]
     reporter = Reporter()
     if chart is not None:
         draw_runs(Path(chart), steps, {report.run: report.busy_share for report in reports})
@@ -43,3 +47,10 @@ def report_command(runs: tuple[str, ...], chart: str | None, as_json: bool) -> N
         click.echo(json.dumps(to_json(reports)))
     else:
         print_runs(answers(), reports)
+
+
+def _written(run: Path, steps: list[dict[str, Any]]) -> dict[str, int]:
+    """Bytes to each drive so far: by the last step, or after it."""
+    from spillway.rundir import larger_of, written_bytes
+
+    return larger_of(steps[-1].get("written_bytes", {}), written_bytes(run, "drives"))

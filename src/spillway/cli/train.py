@@ -3,23 +3,17 @@
 import json
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from spillway.cli.options import add_options, read_config
+from spillway.cli.options import add_options, config_option
 from spillway.cli.stopped import end_at_once
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
 
 _ORIGINS = {ParameterSource.COMMANDLINE: "flag", ParameterSource.DEFAULT_MAP: "file"}
-
-
-def _use_config(context: click.Context, _: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        context.default_map = read_config(Path(value), TrainOptions)
 
 
 def _show_all(context: click.Context, _: click.Parameter, value: bool) -> None:
@@ -42,11 +36,11 @@ def _let_segments_grow() -> None:
 @click.argument("model")
 @click.argument("data", nargs=-1, required=True)
 @add_options(TrainOptions)
-@click.option("--config", callback=_use_config, is_eager=True, metavar="FILE", help="YAML or TOML with option names.")
+@config_option(TrainOptions)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on standard output.")
 @click.option("--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Every option.")
 @click.pass_context
-def train_command(context: click.Context, /, as_json: bool, config: str | None, **values: Any) -> None:
+def train_command(context: click.Context, /, as_json: bool, **values: Any) -> None:
     """Fine-tune MODEL (a directory or a hub name) on DATA (.txt, .jsonl, .json, .parquet, or directories of them).
 
     \b

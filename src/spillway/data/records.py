@@ -131,7 +131,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 at = f"byte {error.start} of the line"
                 raise DataError(f"{where}: this is not UTF-8 text ({error.reason} at {at})") from error
             if text.strip():
-                yield number, _json_line(text, where)
+                yield number, _json_line(text.rstrip(), where)
 
 
 def _json_line(line: str, where: str) -> Any:

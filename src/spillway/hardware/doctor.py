@@ -21,6 +21,7 @@ from spillway.spec.sizes import format_size
 from spillway.store.disk import available, existing
 
 _VENDORS = ("0x10de", "0x1002")  # NVIDIA, AMD
+_SMALL_MODEL = 100_000_000  # parameters
 _SLOW_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "drvfs", "overlay"}
 
 
@@ -126,7 +127,8 @@ def _file_system(path: Path) -> Finding:
         fix = "it is not a local drive (network, container layer or Windows mount): choose a local NVMe path"
     elif mount is not None and mount.mountpoint == "/":
         fix = "this is the system drive: a drive of its own wears and waits less"
-    return Finding(f"store {path}", f"{kind} on {mount.mountpoint if mount else '?'}", fix)
+    there = "" if path.exists() else "; the directory is not there yet"
+    return Finding(f"store {path}", f"{kind} on {mount.mountpoint if mount else '?'}{there}", fix)
 
 
 def _direct_io(path: Path) -> Finding:
@@ -150,4 +152,5 @@ def _direct_io(path: Path) -> Finding:
 def _room(path: Path) -> Finding:
     free = available(path)
     params = free / 24
-    return Finding(f"store {path}: room", f"{format_size(free)}: exact AdamW for {params / 1e9:.1f}B parameters")
+    fix = "make room, or choose another path" if params < _SMALL_MODEL else ""
+    return Finding(f"store {path}: room", f"{format_size(free)}: exact AdamW for {params / 1e9:.1f}B parameters", fix)

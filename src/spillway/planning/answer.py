@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from spillway.optim.config import NAMED
 from spillway.planning.figures import report_on
 from spillway.planning.question import FIRST_DRIVE, OwnModel, Question, ask, asked, with_drives
 from spillway.report.progress import Reporter
+from spillway.runtime.unit import streams
 from spillway.spec.answers import Help, PlanReport
 from spillway.spec.errors import UsageError
 from spillway.spec.hardware import DEVICE_RESERVE
@@ -48,10 +50,17 @@ def predict(
     stores = _several(options.pop("store", ())) or (".",)
     own = None
     if isinstance(model, nn.Module):
+        if any(map(streams, model.modules())):
+            raise UsageError("the model streams already: ask predict before prepare, or of another of its kind")
         if example is None:
             raise UsageError("a module is planned with an example: predict(model, example={...}) of one forward")
         own = OwnModel(model, example)
         options = {"per_device_train_batch_size": max(batch_rows(example), 1), **options}
+    known = [field.name for field in fields(TrainOptions)]
+    for option in options:
+        if option not in known:
+            near = get_close_matches(option, known, 1)
+            raise UsageError(f"predict has no option {option}" + (f"; did you mean {near[0]}?" if near else ""))
     name = model if isinstance(model, str) else type(model).__name__
     given = TrainOptions(model=name, data=_several(data), output_dir="", store=stores, **options)
     return answer(ask(given, hardware, Reporter(), own))

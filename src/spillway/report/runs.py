@@ -17,8 +17,11 @@ _SLOW = 0.95  # of all steps are faster than the slow one
 Rows = list[dict[str, Any]]
 
 
-def report_of(run: str, options: TrainOptions, plan: dict[str, Any], rows: Rows) -> RunReport:
-    """Of one run, from its options, its plan.json, and its metrics (at least one step)."""
+def report_of(
+    run: str, options: TrainOptions, plan: dict[str, Any], rows: Rows, written: dict[str, int] | None = None
+) -> RunReport:
+    """Of one run, from its options, its plan.json and its metrics (at least one step). `written`: bytes to each drive,
+    where more was written after the last step."""
     timed = [row for row in rows if "seconds" in row]  # a step whose line was written after a crash has no times
     usual = timed[1:] or timed  # the first finds everything cold
     seconds = sorted(row["seconds"] for row in usual) or [0.0]
@@ -51,7 +54,7 @@ def report_of(run: str, options: TrainOptions, plan: dict[str, Any], rows: Rows)
         busy_share=_busy_share(usual),
         read_bytes=_median_moved(usual, "read"),
         written_bytes=_median_moved(usual, "write"),
-        written_in_all=last.get("written_bytes", {}),
+        written_in_all=written or last.get("written_bytes", {}),
         peaks={tier: max(row["peak_bytes"][tier] for row in timed) for tier in last.get("peak_bytes", {})},
         predicted_peaks=dict(plan["peaks"]),
     )

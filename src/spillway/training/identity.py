@@ -8,7 +8,7 @@ from typing import Any
 from spillway.checkpoint.save import finish_save
 from spillway.data import Encoded
 from spillway.report.progress import Reporter
-from spillway.rundir import SAVED_STEP, losses_shown, model_in, saved_step
+from spillway.rundir import SAVED_STEP, losses_shown, model_in, refuse_lost_store, saved_step
 from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.options import TrainOptions
 from spillway.store.manifest import load_manifest, load_manifests
@@ -76,12 +76,8 @@ def is_resumed(
 
 def _refuse_lost_store(directory: Path, store: Path, reporter: Reporter) -> None:
     """Steps were saved and their store is empty: a drive is not mounted, and starting over would bury the run."""
-    steps, saved = len(losses_shown(directory)), saved_step(directory)
-    if saved:
-        raise DiskError(
-            f"{directory} had step {saved} saved and {store} holds no saved point: is its drive mounted? To start "
-            f"over, remove {directory}"
-        )
+    refuse_lost_store(directory, store)
+    steps = len(losses_shown(directory))
     finish_save(model_in(directory))
     if steps and (model_in(directory) / "config.json").exists():
         raise UsageError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from spillway.checkpoint.points import SavedPoints
 from spillway.data import DataPosition
-from spillway.rundir import losses_shown
+from spillway.rundir import larger_of, losses_shown, written_bytes
 
 
 @dataclass(slots=True)
@@ -35,7 +35,9 @@ class Progress:
             position=DataPosition(saved["epoch"], saved["index"]),
             losses=losses_shown(directory, points.step) or list(saved["losses"]),
             last=saved["last"],
-            written_before=points.under_new_names(json.loads(points.found_run["written"])),
+            written_before=points.under_new_names(
+                larger_of(json.loads(points.found_run["written"]), written_bytes(directory, "paths"))
+            ),
         )
 
     def saved_with(self, after: DataPosition, loss: float, last: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ import math
 import os
 import statistics
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from spillway.report.chrome import write_chrome_trace
 from spillway.report.metrics import MetricsFile, StepMetrics, sum_lanes
 from spillway.report.progress import Reporter
 from spillway.report.tables import RunSummary, print_plan, print_summary
-from spillway.rundir import METRICS, with_whole_paths
+from spillway.rundir import METRICS, note_written_bytes, with_whole_paths
 from spillway.spec.hardware import HardwareSpec
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
@@ -213,6 +214,8 @@ class Telling:
     def summarize(self) -> RunSummary:
         """Print what the run did, and keep how wrong its prediction was for the next one."""
         training, progress = self._training, self._progress
+        with suppress(OSError):  # a full drive: the saved points know of all but the last
+            note_written_bytes(training.directory, self.written(), self.written_to_drives())
         later = progress.seconds[1:] or progress.seconds or [0.0]
         losses = progress.losses or [math.nan]
         if len(later) >= _TELLING_STEPS and statistics.median(later) >= _TELLING_SECONDS:
