@@ -186,21 +186,22 @@ def test_the_loss_of_a_model_within_another_module_is_in_pieces(tmp_path: Path) 
 
 
 class Cropped(nn.Module):
-    """Takes so much of every row as it was told to, as one that begins with short texts."""
+    """Takes so much of every row as it was told to, as one that begins with short texts. `looks`: at values, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, looks: bool) -> None:
         super().__init__()
-        self.body, self.length = models.llama(), 8
+        self.body, self.length, self.looks = models.llama(), 8, looks
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(self.body(input_ids=input_ids[:, : self.length], labels=labels[:, : self.length]).loss)
+        length = self.length + (0 * int(input_ids.max()) if self.looks else 0)
+        return torch.as_tensor(self.body(input_ids=input_ids[:, :length], labels=labels[:, :length]).loss)
 
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.filterwarnings("ignore:.*works on larger tensors than when a batch of this shape was planned")
-@pytest.mark.parametrize("lengths", ((6, 16, 10), (16, 6, 12)))
-def test_every_token_counts_however_many_were_planned(lengths: tuple[int, ...]) -> None:
-    plain = Cropped()
+@pytest.mark.parametrize(("looks", "lengths"), ((False, (6, 16, 10)), (False, (16, 6, 12)), (True, (6, 16, 10))))
+def test_every_token_counts_however_many_were_planned(looks: bool, lengths: tuple[int, ...]) -> None:
+    plain = Cropped(looks)
     settings = spillway.SGD(lr=LR, momentum=0.0, max_grad_norm=None)
     model, optimizer = spillway.prepare(copy.deepcopy(plain), settings, device="cpu")
     own = torch.optim.SGD(plain.parameters(), lr=LR)

@@ -139,6 +139,11 @@ class ChunkedLoss:
                     self._works = None
                 return result
             self._deferred = False
+            try:
+                return profile()
+            except Exception:  # with whole logits, too: that says nothing of them
+                self._works = None
+                raise
         return profile()
 
     def _note_labels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from spillway.model.layouts import Order
-from spillway.model.profile import CallShape, UnitCall, changed_in_place, plain_leaves, refuse_hidden_results
+from spillway.model.profile import CallShape, changed_in_place, plain_leaves, refuse_hidden_results
 from spillway.runtime.device import Device
 from spillway.runtime.graph import Graph, Like, Root, bypass
 from spillway.runtime.held import address_of
@@ -126,13 +126,6 @@ def fitted(call: FlatCall, shape: CallShape, tensors: list[torch.Tensor]) -> Cal
         )
     chunks = max(-(-rows.pop() // shape.chunk_rows), 1) if rows else shape.chunks
     return shape if chunks == shape.chunks else replace(shape, chunks=chunks)
-
-
-def run_in_pieces(call: UnitCall) -> Any:
-    """A LOSS without gradients: the sum over pieces of the rows of its arguments."""
-    rows, step = call.args[0].shape[0], call.chunk_rows
-    parts = ([arg[start : start + step] for arg in call.args] for start in range(0, rows, step))
-    return sum(call.function(*part, **call.kwargs) for part in parts)
 
 
 @dataclass(slots=True)

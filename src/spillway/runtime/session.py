@@ -19,7 +19,7 @@ from spillway.optim.clip import Clipping, LossScale
 from spillway.optim.update import Hyper
 from spillway.runtime.activations import Activations
 from spillway.runtime.buffers import BufferGuard
-from spillway.runtime.calls import own_copy, run_in_pieces
+from spillway.runtime.calls import own_copy
 from spillway.runtime.device import Device
 from spillway.runtime.engine import Engine
 from spillway.runtime.experts import RoutedExperts
@@ -292,7 +292,7 @@ class Session:
             op = None if alone else self.forward_only.next_op(call.unit)
             with self._on_demand(call.unit) if op is None else self.engine.computing(op) as opened:
                 slot = opened[0]
-                result = run_in_pieces(call) if call.kind == "LOSS" else call.run()
+                result = call.run_in_pieces() if call.kind == "LOSS" else call.run()
                 return tree_map_only(torch.Tensor, lambda output: own_copy(output, [slot]), result)
         if not self._in_step:
             raise UsageError(
