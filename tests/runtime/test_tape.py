@@ -82,9 +82,9 @@ def grads(function: Callable[..., torch.Tensor], tape: Tape | None, slab: bool) 
     call, tensors = flatten_call(function, (x,), {})
     none: frozenset[int] = frozenset()
     chunks = (2, 4, frozenset([0]), frozenset([0])) if function is not viewed else (1, 0, none, none)
-    shape = CallShape(0, "unit", "FORWARD", *chunks, (0,), frozenset({0}))
+    shape = CallShape(0, "unit", "FORWARD", *chunks, (0,), frozenset({0}), frozenset({0}))
     slot = torch.zeros(PAGE, dtype=torch.uint8)
-    outputs, _, replay = run_forward(call, shape, tensors, CPU, 2, slot, None, tape)
+    outputs, _, replay = run_forward(call, shape, tensors, CPU, 2, slot, (), None, tape)
     if tape is not None and slab:
         outgoing = Outgoing("unit", 1 << 24)
         outgoing.put(torch.zeros(PAGE, dtype=torch.uint8), [])  # an input of the call
@@ -131,9 +131,11 @@ def test_only_what_is_on_the_tape_waits_on_the_device(chunks: int, is_taped: boo
 
     call, tensors = flatten_call(block, (INPUT.clone().requires_grad_(),), {})
     rows = frozenset([0])
-    shape = CallShape(0, "unit", "FORWARD", chunks, len(INPUT) // chunks, rows, rows, (0,), frozenset({0}))
+    shape = CallShape(
+        0, "unit", "FORWARD", chunks, len(INPUT) // chunks, rows, rows, (0,), frozenset({0}), frozenset({0})
+    )
     tape = Tape("a call", ("matmul 64",))
-    run_forward(call, shape, tensors, CPU, 1, torch.zeros(PAGE, dtype=torch.uint8), None, tape)
+    run_forward(call, shape, tensors, CPU, 1, torch.zeros(PAGE, dtype=torch.uint8), (), None, tape)
     if moves:
         tape.release(Outgoing("unit", 1 << 24))
     gc.collect()
@@ -153,9 +155,9 @@ def test_what_a_block_keeps_out_of_autocast_is_differentiated_out_of_it(tape: Ta
     plain.backward(ones)
     expected, WEIGHT.grad = WEIGHT.grad, None
     call, tensors = flatten_call(block, (INPUT.clone(),), {})
-    shape = CallShape(0, "unit", "FORWARD", 1, 0, none, none, (0,), frozenset({0}))
+    shape = CallShape(0, "unit", "FORWARD", 1, 0, none, none, (0,), frozenset({0}), frozenset({0}))
     with torch.autocast("cpu", torch.bfloat16):
-        _, _, replay = run_forward(call, shape, tensors, CPU, 1, torch.zeros(PAGE, dtype=torch.uint8), None, tape)
+        _, _, replay = run_forward(call, shape, tensors, CPU, 1, torch.zeros(PAGE, dtype=torch.uint8), (), None, tape)
     run_backward(call, shape, tensors, [False], [ones], replay, tape, CPU, 1)
     assert expected is not None and WEIGHT.grad is not None and torch.equal(WEIGHT.grad, expected)
 

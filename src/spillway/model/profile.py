@@ -89,7 +89,7 @@ class CallShape:
     cut_outputs: frozenset[int]
     acts: tuple[int, ...]  # inputs that the activation store keeps for backward
     inputs: frozenset[int]  # all of them
-    outputs: frozenset[int] = frozenset()  # all of them
+    outputs: frozenset[int]  # likewise
     differentiated: bool = True
     orders: tuple[tuple[int, Order], ...] = ()  # of the dimensions of cut outputs in memory, where they are permuted
     elements: int = 0  # of the inputs together

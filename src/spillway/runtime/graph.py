@@ -177,6 +177,7 @@ class Graph:
         self._inputs, self._roots, self._bytes, self._held = [], [], {}, {}
         for leaf in self._leaves.values():
             leaf.grad = None
+        self._leaves = {}  # whose hooks hold this
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
