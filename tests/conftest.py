@@ -48,7 +48,9 @@ def no_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sampling.mark_the_rest(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="there is no CUDA device here")

@@ -1,7 +1,7 @@
 """How much of what is tried at random is tried in every run of the tests; all of it under -m full."""
 
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 
@@ -13,9 +13,14 @@ def examples(count: int) -> int:
     return count if whole else -(-count // 3)
 
 
-def sampled(every: Iterable[tuple[Any, ...]], sample: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Of cases: those of the sample; and under -m full all."""
-    chosen = list(sample)
-    marks = {case: () if case in chosen else (pytest.mark.full,) for case in every}
-    assert all(case in marks for case in chosen)
-    return [pytest.param(*case, marks=kept) for case, kept in marks.items()]
+def mark_the_rest(items: Iterable[pytest.Item]) -> None:
+    """Of the cases of a test that is marked `sampled(n)` every n-th is tried in every run, in the order of its
+    parameters: n that no number of them is a multiple of lets each value of each parameter have its turn."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % mark.args[0]:
+                item.add_marker(pytest.mark.full)
+            seen[name] += 1

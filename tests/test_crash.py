@@ -93,6 +93,7 @@ def test_a_kill_around_calls_that_make_something_durable_is_survived(inputs: tup
 FILES = (("step-", 1), ("step-", 3), ("config.json", 1), ("saved-step", 1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("file", "call"), FILES)
 def test_a_kill_around_the_first_writes_of_a_file_is_survived(
     inputs: tuple[Path, Path],

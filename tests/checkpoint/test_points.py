@@ -517,6 +517,7 @@ def test_a_run_whose_drives_are_mounted_elsewhere_goes_on(tmp_path: Path, expect
     assert same(run.train(6).end(), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "settings",
     (

@@ -41,6 +41,7 @@ def attending_llama() -> nn.Module:
     return Sharp(model)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("activations", "micro_batch"), (("recompute", 2), ("tape", None), ("keep", None), ("disk", 2))
 )

@@ -52,6 +52,7 @@ DECODERS = (models.llama, models.mixtral, models.gpt2)
 CASES = [*itertools.product(DECODERS, KINDS), *itertools.product((models.t5,), ("plain", "whole rows", "padded"))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("make", "kind"), CASES)
 def test_a_profile_has_the_masks_of_a_step(make: object, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, bool, bool]] = []

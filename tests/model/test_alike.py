@@ -50,6 +50,7 @@ def x() -> dict[str, Any]:
     return {"x": torch.randn(4, 8)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", models.MODELS)
 def test_a_profile_is_what_it_is_with_every_call_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = models.batch(name, 0)

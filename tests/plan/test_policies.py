@@ -159,6 +159,7 @@ def test_step_time_is_convex_in_the_bytes_that_are_swapped(
         assert following >= slope - 1e-9 * max(abs(slope), 1e-12) - 1e-15
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("clip", (False, True))
 @pytest.mark.parametrize("flops", (1e8, 1e11))
 @pytest.mark.parametrize("host", (70, 130))
@@ -216,6 +217,7 @@ def test_wishes_against_a_policy_are_refused() -> None:
         make_plan(profiles.chain(2), profiles.MACHINE, profiles.PLENTY, request)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "rows"),
     (

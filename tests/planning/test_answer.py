@@ -196,6 +196,7 @@ def test_a_sweep_never_gets_slower_with_more(model: Path, capsys: pytest.Capture
     assert all(after >= 0.98 * before for before, after in itertools.pairwise(speeds))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("gpu", "host_gb", "rows"), [("h100", (128, 512), 1), ("l40s", (384,), 2), ("a100-80", (128, 160), 2)]
 )

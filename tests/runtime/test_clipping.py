@@ -52,6 +52,7 @@ def unit_norms(model: nn.Module, units: list[list[str]]) -> None:
         torch.nn.utils.clip_grad_norm_([params[name] for name in names], 0.05)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("clip_by", ("unit", "value"))
 @pytest.mark.parametrize(("update", "place"), list(itertools.product(UPDATE_MODES, PLACES))[::2])
 def test_clipping_by_unit_and_by_value_is_that_of_torch(clip_by: str, update: str, place: str, tmp_path: Path) -> None:
@@ -77,6 +78,7 @@ def test_clipping_by_unit_and_by_value_is_that_of_torch(clip_by: str, update: st
     close(model)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("update", "place"), list(itertools.product(UPDATE_MODES, PLACES)))
 def test_float16_under_a_dynamic_loss_scale_skips_what_grad_scaler_skips(
     update: str, place: str, tmp_path: Path
@@ -145,6 +147,7 @@ def test_an_overflow_at_the_smallest_loss_scale_is_an_error(tmp_path: Path) -> N
     close(model)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("update", "place"), list(itertools.product(UPDATE_MODES, PLACES)))
 def test_a_step_that_may_be_skipped_leaves_nothing_changed_where_nothing_is_clipped(
     update: str, place: str, tmp_path: Path
@@ -166,6 +169,7 @@ def test_a_step_that_may_be_skipped_leaves_nothing_changed_where_nothing_is_clip
     close(model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("update", ("serial", "overlap", "deferred"))
 @pytest.mark.parametrize("place", PLACES)
 def test_no_sync_adds_up_as_many_backwards_as_one_likes(update: str, place: str, tmp_path: Path) -> None:

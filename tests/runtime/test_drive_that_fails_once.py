@@ -58,6 +58,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.T
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("call", ("read", "write", "sync"))
 @pytest.mark.parametrize("place", ("forward", "flush"))
 @pytest.mark.parametrize(("max_grad_norm", "weights"), ((None, "disk"), (1e3, "disk"), (None, "host")))

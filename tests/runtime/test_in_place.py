@@ -17,6 +17,7 @@ from spillway.spec.plan import IN_PLACE, UPDATE_MODES, KeepPoints
 LR = 1e-3
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("update", "weights"), list(itertools.product(UPDATE_MODES, ("disk", "host", "device"))))
 def test_they_equal_plain_pytorch(update: str, weights: str, tmp_path: Path) -> None:
     plain = models.llama()

@@ -43,6 +43,7 @@ def expected() -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("update", ("auto", "serial", "overlap", "deferred"))
 @pytest.mark.parametrize("states", ("device", "host", "disk"))
 def test_weights_are_those_of_pytorch_also_after_resuming(update: str, states: str, tmp_path: Path) -> None:

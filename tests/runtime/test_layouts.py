@@ -125,6 +125,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize(
     ("name", "micro_batch"),

@@ -64,6 +64,7 @@ def backward(model: torch.nn.Module, number: int, is_whole: bool) -> None:
     (output.loss if is_whole else output.hidden_states[1].square().mean()).backward()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("states", ("host", "disk"))
 @pytest.mark.parametrize(
     ("update", "max_grad_norm"), [("serial", 1e-2), ("overlap", None), ("overlap", 1e-2), ("deferred", 1e-2)]

@@ -60,6 +60,7 @@ def trained(
     return params, placement
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("states", ("host", "disk"))
 @pytest.mark.parametrize(("update", "max_grad_norm"), [("serial", 1e-2), ("overlap", None), ("deferred", 1e-2)])
 def test_units_that_live_on_the_device_beside_updates_that_visit_it_have_the_same_bits(
@@ -73,6 +74,7 @@ def test_units_that_live_on_the_device_beside_updates_that_visit_it_have_the_sam
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("states", ("host", "disk"))
 @pytest.mark.parametrize("max_grad_norm", (None, 1e-2, 1e3))
 def test_steps_of_several_backwards_may_leave_some_updates_to_the_first_forward_of_the_next(

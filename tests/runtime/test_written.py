@@ -71,6 +71,7 @@ def batches() -> list[torch.Tensor]:
     return [torch.randn(4, 3, WIDTH, generator=generator) for _ in range(3)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", (dict, Shared))
 @pytest.mark.parametrize("freezes", (False, True))
 @pytest.mark.parametrize("activations", ("recompute", "tape", "keep", "host"))
