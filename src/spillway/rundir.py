@@ -106,15 +106,17 @@ def written_step(run: Path) -> int:
     return _step_in(run / _WRITTEN_STEP) if is_there else 0
 
 
-def note_written_bytes(run: Path, by_path: dict[str, int], by_drive: dict[str, int]) -> None:
-    """Remember what the run has written in all; a saved point does not know of what comes after it."""
-    write_whole(run / _WRITTEN_BYTES, json.dumps({"paths": by_path, "drives": by_drive}))
+def note_written_bytes(run: Path, written: dict[str, int]) -> None:
+    """Remember what the run has written in all, by path; a saved point does not know of what comes after it."""
+    write_whole(run / _WRITTEN_BYTES, json.dumps({"run": str(run.resolve()), "written": written}))
 
 
-def written_bytes(run: Path, by: str) -> dict[str, int]:
-    """What was noted last, by "paths" or "drives"; nothing before."""
+def written_bytes(run: Path) -> dict[str, int]:
+    """What was noted last; nothing before. The run may have been renamed since."""
     try:
-        return {str(name): int(count) for name, count in json.loads((run / _WRITTEN_BYTES).read_text())[by].items()}
+        found = json.loads((run / _WRITTEN_BYTES).read_text())
+        names = {found["run"]: str(run.resolve())}
+        return {names.get(path, path): int(count) for path, count in found["written"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return {}
 
@@ -148,6 +150,12 @@ def _step_in(file: Path) -> int:
 def losses_shown(run: Path, last_step: int | None = None) -> list[float]:
     """The loss of every step in the metrics of a run, up to `last_step`."""
     return [row["loss"] for row in read_metrics(run / METRICS) if last_step is None or row["step"] <= last_step]
+
+
+def held_out_losses_shown(run: Path, last_step: int) -> list[float]:
+    """Every loss of held-out data in the metrics of a run, up to `last_step`."""
+    found = [row.get("eval_loss") for row in read_metrics(run / METRICS) if row["step"] <= last_step]
+    return [loss for loss in found if loss is not None]
 
 
 def store_directories(options: TrainOptions, run: Path) -> tuple[Path, ...]:

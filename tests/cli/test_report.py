@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,21 +33,23 @@ def test_a_run_is_reported_as_it_went(trained: Path, capsys: pytest.CaptureFixtu
     assert found["predicted_step_seconds"] == plan["step_seconds"]
 
 
-def test_what_is_written_is_one_sum_wherever_it_is_told(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def written(*arguments: str) -> dict[str, int]:
+def test_a_run_that_has_ended_is_told_as_it_was(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*arguments: str) -> Any:
         capsys.readouterr()
         assert run([*arguments, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        return dict(found[0]["written_in_all"] if arguments[0] == "report" else found["written_bytes"])
+        return json.loads(capsys.readouterr().out)
 
-    once = written("report", str(trained))
-    last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])["written_bytes"]
+    once = told("report", str(trained))[0]
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     model = sum(file.stat().st_size for file in (trained / "model").glob("*.safetensors"))
-    assert sum(once.values()) > sum(last.values()) + 0.9 * model  # the model is written after the last step
+    by_the_last_step = sum(rows[-1]["written_bytes"].values())
+    assert sum(once["written_in_all"].values()) > by_the_last_step + 0.9 * model  # which is written after it
     options = {name: entry["value"] for name, entry in json.loads((trained / "config.json").read_text()).items()}
     again = ["train", options["model"], *options["data"], "-o", str(trained), "--max-length", "64", "--device", "cpu"]
-    assert written(*again, "--max-steps", "6", "--eval-steps", "3", "--states", "disk") == once
-    assert written("report", str(trained)) == once
+    found = told(*again, "--max-steps", "6", "--eval-data", options["eval_data"][0], "--states", "disk")
+    assert sum(found["written_bytes"].values()) == sum(once["written_in_all"].values())
+    assert found["eval_losses"] == [row["eval_loss"] for row in rows if row["eval_loss"] is not None]
+    assert told("report", str(trained))[0]["written_in_all"] == once["written_in_all"]
 
 
 def test_runs_are_compared_in_a_picture(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,6 +231,7 @@ OTHERS = [
     case(name="t5", update="overlap", weights="disk", states="host"),
     case(name="mixtral", update="deferred", weights="host", states="disk"),
     case(update="overlap", weights="device", states="disk", gradient_accumulation_steps=2),
+    case(update="overlap", weights="device", states="device", gradient_accumulation_steps=2),
     case(policy="deep-optimizer-states"),
 ]
 REST = [pytest.param(*one.values, id=one.id, marks=pytest.mark.full) for one in ALL if one not in SAMPLE]

@@ -50,7 +50,7 @@ def report_command(runs: tuple[str, ...], chart: str | None, as_json: bool) -> N
 
 
 def _written(run: Path, steps: list[dict[str, Any]]) -> dict[str, int]:
-    """Bytes to each drive so far: by the last step, or after it."""
+    """Bytes to each path so far: by the last step, or after it."""
     from spillway.rundir import larger_of, written_bytes
 
-    return larger_of(steps[-1].get("written_bytes", {}), written_bytes(run, "drives"))
+    return larger_of(steps[-1].get("written_bytes", {}), written_bytes(run))

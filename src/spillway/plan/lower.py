@@ -187,7 +187,7 @@ class Lowering:
         unit = self._model.units[use.unit]
         slot, upload, give = self._fetches.slot_of(position)
         first, last = self._is_first_backward(use), self._is_last_backward(use)
-        stays = self._plan.units[use.unit].states == "device"
+        stays = self._plan.units[use.unit].states == "device" and not self._names.sums_on_device(use.unit)
         grads = HOME if stays else f"gs{use.unit}"
         leased = unit.num_trainable > 0 and not stays
         take = ((self._names.grad_slot(use.unit), grads),) if first and leased else ()

@@ -116,6 +116,13 @@ class SlabNames:
         """Whether gradients of several backwards are summed in a slab, between which the sum is on the drives."""
         return self._placement.units[unit].grads == "disk" and self._placement.accumulation > 1
 
+    def sums_on_device(self, unit: int) -> bool:
+        """Whether gradients of several backwards are summed where they stay on the device, each of them first by
+        itself in a slot, as those are that are summed elsewhere: the same bits. (Not those of parameters that are used
+        outside of calls, which gather all through a backward.)"""
+        plan, is_resident = self._placement, unit in self._model.resident_units
+        return plan.accumulation > 1 and plan.units[unit].states == "device" and not is_resident
+
     def act(self, call: int) -> str:
         """Host slabs that keep or pass on unit inputs."""
         return f"act-{self._placement.acts[call].tier}/{self._act_classes[self.act_bytes(call)]}"
@@ -148,7 +155,7 @@ class SlabNames:
                 need(self.slot(index), "device", unit.weight_bytes, plan.window, times)
             if where.weights == "disk":
                 need(self.weight(index), "host", unit.weight_bytes, 2, times)
-            if trained and index not in self._model.resident_units:
+            if (trained and index not in self._model.resident_units) or self.sums_on_device(index):
                 need(self.grad_slot(index), "device", unit.grad_bytes, grad_slots, times)
             if trained and self.lands_in_slab(index):
                 need(self.grad(index), "host", unit.grad_bytes, 2, times)

@@ -26,6 +26,7 @@ def _seconds_alone(ops: tuple[Op, ...], hardware: HardwareSpec) -> list[float]:
         ("UPDATE", "update"): hardware.update_params_per_s,
         ("UPDATE", "device"): hardware.device_update_params_per_s,
         ("ACCUMULATE", "update"): hardware.host_bytes_per_s,
+        ("ACCUMULATE", "device"): UPDATE_BYTES * hardware.device_update_params_per_s,
         ("NORM", "update"): hardware.host_bytes_per_s,
         ("NORM", "device"): UPDATE_BYTES * hardware.device_update_params_per_s,
     }

@@ -124,6 +124,8 @@ class Updates:
         """DOWNLOAD, and with what is wanted of it: ACCUMULATE, NORM, spill to disk, or the update at once."""
         plan, size = self._plan, self._model.units[unit].grad_bytes
         if plan.units[unit].states == "device":
+            if self._names.sums_on_device(unit):
+                deps = [self._build.add("ACCUMULATE", "device", unit, "grad", size, deps, (), give, source, HOME)]
             self._norm_and_update(unit, deps, HOME)
             return
         pooled = self._names.lands_in_slab(unit)

@@ -30,7 +30,7 @@ class StepMetrics:
     busy_seconds: dict[str, float]
     moved_bytes: dict[str, float]
     peak_bytes: dict[str, int]
-    written_bytes: dict[str, int]  # to each drive by this run so far, resumed parts included
+    written_bytes: dict[str, int]  # to each path by this run so far, resumed parts included
     skipped_steps: int = 0  # batches passed over so far, since this start of the run
     eval_loss: float | None = None  # of held-out data, after this step, where it was evaluated
     total_steps: int = 0  # that the run is to make, as it was then asked for

@@ -20,7 +20,7 @@ Rows = list[dict[str, Any]]
 def report_of(
     run: str, options: TrainOptions, plan: dict[str, Any], rows: Rows, written: dict[str, int] | None = None
 ) -> RunReport:
-    """Of one run, from its options, its plan.json and its metrics (at least one step). `written`: bytes to each drive,
+    """Of one run, from its options, its plan.json and its metrics (at least one step). `written`: bytes to each path,
     where more was written after the last step."""
     timed = [row for row in rows if "seconds" in row]  # a step whose line was written after a crash has no times
     usual = timed[1:] or timed  # the first finds everything cold

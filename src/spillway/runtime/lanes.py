@@ -229,14 +229,16 @@ class LaneWorker:
     def _accumulate(self, op: Op, home: UnitHome) -> None:
         if op.unit not in self.step.fresh:
             return
-        total = home.grad if op.target == HOME else self._buffer(op.target)
+        at_home = home.device_grad if op.lane == "device" else home.grad
+        total = at_home if op.target == HOME else self._buffer(op.target)
         total = required(total, f"unit {op.unit} has no place for the sum of its gradients")
         size, dtype = home.layout.grad_bytes, home.layout.dtype
         new, old = self._buffer(op.source)[:size].view(dtype), total[:size].view(dtype)
-        if home.has_grad:
-            old.add_(new)
-        else:
-            old.copy_(new)
+        with self._device.lane(op.lane):
+            if home.has_grad:
+                old.add_(new)
+            else:
+                old.copy_(new)
         home.has_grad = True
 
     def _norm(self, op: Op, home: UnitHome) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from spillway.checkpoint.points import SavedPoints
 from spillway.data import DataPosition
-from spillway.rundir import larger_of, losses_shown, written_bytes
+from spillway.rundir import held_out_losses_shown, larger_of, losses_shown, written_bytes
 
 
 @dataclass(slots=True)
@@ -34,9 +34,10 @@ class Progress:
             step=points.step,
             position=DataPosition(saved["epoch"], saved["index"]),
             losses=losses_shown(directory, points.step) or list(saved["losses"]),
+            eval_losses=held_out_losses_shown(directory, points.step),
             last=saved["last"],
             written_before=points.under_new_names(
-                larger_of(json.loads(points.found_run["written"]), written_bytes(directory, "paths"))
+                larger_of(json.loads(points.found_run["written"]), written_bytes(directory))
             ),
         )
 

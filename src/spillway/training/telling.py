@@ -215,7 +215,7 @@ class Telling:
         """Print what the run did, and keep how wrong its prediction was for the next one."""
         training, progress = self._training, self._progress
         with suppress(OSError):  # a full drive: the saved points know of all but the last
-            note_written_bytes(training.directory, self.written(), self.written_to_drives())
+            note_written_bytes(training.directory, self.written())
         later = progress.seconds[1:] or progress.seconds or [0.0]
         losses = progress.losses or [math.nan]
         if len(later) >= _TELLING_STEPS and statistics.median(later) >= _TELLING_SECONDS:
