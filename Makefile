@@ -7,8 +7,8 @@ TORCH ?= torch==2.13.0
 DEMO := demo
 # Without AVX-512 a CPU computes bfloat16 some sixty times slower than float32.
 DTYPE := $(shell grep -qw avx512f /proc/cpuinfo && echo bfloat16 || echo float32)
-# Some tests wait for the drive or for a child process and some for a core: one worker more than cores.
-PARALLEL := -n $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist worksteal
+# Many tests wait for the drive or for a child process: two workers a core, of half a gigabyte each.
+PARALLEL := -n $(shell expr 2 \* $$(nproc)) --maxprocesses 8 --dist worksteal
 
 .PHONY: help demo test test-full lint native clean
 

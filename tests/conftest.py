@@ -8,6 +8,10 @@ import sampling
 from spillway.hardware import timing
 
 
+# What takes longest begins first, so that nobody waits for it at the end.
+_LONG = ("test_crash.py", "test_train.py", "test_answer.py", "test_power_loss.py", "test_stress.py", "test_executor.py")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job: children would ignore it, too
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,6 +55,7 @@ def no_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sampling.mark_the_rest(items)
+    items.sort(key=lambda item: item.path.name not in _LONG)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="there is no CUDA device here")

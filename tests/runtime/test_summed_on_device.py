@@ -40,7 +40,7 @@ def trained(
     return params
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", ("llama", "gpt2", "t5", "partly_frozen"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize(("update", "max_grad_norm"), [("serial", 1e-2), ("overlap", None), ("deferred", 1e-2)])
