@@ -7,7 +7,6 @@ import torch
 import sampling
 from spillway.hardware import timing
 
-
 # What takes longest begins first, so that nobody waits for it at the end.
 _LONG = ("test_crash.py", "test_train.py", "test_answer.py", "test_power_loss.py", "test_stress.py", "test_executor.py")
 
