@@ -389,6 +389,7 @@ def test_a_loss_of_what_a_unit_does_not_return_is_refused(
     spillway.close(model)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("update", UPDATE_MODES)  # where the planner mixes them that is refused
 def test_reading_and_evaluating_between_backward_and_step_change_nothing(update: str, tmp_path: Path) -> None:
     ends = []

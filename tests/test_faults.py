@@ -55,6 +55,7 @@ def test_a_passing_fault_and_short_transfers_change_nothing(
     assert killing.same(killing.outcome(tmp_path / "run"), killing.outcome(expected))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("fault", "words"), (("eio", "Input/output error"), ("enospc", "No space left")))
 def test_a_lasting_fault_stops_the_run_with_the_last_good_step_intact(
     inputs: tuple[Path, Path], tmp_path: Path, expected: Path, fault: str, words: str, uring: bool

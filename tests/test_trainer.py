@@ -61,6 +61,7 @@ def told(trainer: transformers.Trainer, name: str) -> list[float]:
     return [line[name] for line in trainer.state.log_history if name in line]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("placement", [{}, DISK], ids=["memory", "disk"])
 @pytest.mark.parametrize("accumulation", [1, 2])  # of 7 batches: the last step of an epoch has one alone
 def test_a_run_is_that_of_the_plain_trainer(accumulation: int, placement: dict[str, str], tmp_path: Path) -> None:
@@ -95,6 +96,7 @@ class _StopAfter(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("save_steps", "placement", "goes_on_after"),
     [(3, DISK, 5), (3, {}, 3), (4, {}, 4)],

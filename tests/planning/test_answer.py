@@ -187,6 +187,7 @@ def test_the_largest_model_grows_with_the_machine(capsys: pytest.CaptureFixture[
     assert 13e9 < sizes[0] < sizes[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axis", ("batch", "drives", "host-memory"))
 def test_a_sweep_never_gets_slower_with_more(model: Path, capsys: pytest.CaptureFixture[str], axis: str) -> None:
     points = ask(capsys, "gpt-10b", "--hardware", "rtx3090+980pro+64GB", "--max-length", "512",

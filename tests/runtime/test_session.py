@@ -138,7 +138,7 @@ def test_a_saved_point_right_after_a_step_is_of_that_step(place: str, tmp_path: 
 CLIPPED = [(0.1, 1), (0.9, 2), (1.0, 1), (1.0, 2), (10.0, 2)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("weights", "share", "accumulation"), [(place, *clipped) for place in PLACES for clipped in CLIPPED]
 )

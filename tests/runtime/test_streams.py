@@ -147,7 +147,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 FORKED, KEEPING = ("llama", "dropout", "t5", "mixtral", "dit"), ("recompute", "tape", "keep")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("name", "activations"), list(product(FORKED, KEEPING)))
 def test_no_micro_batch_touches_what_another_makes_beside_it(
     name: str, activations: str, watch: Watch, request: pytest.FixtureRequest, tmp_path: Path
