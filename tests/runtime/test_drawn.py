@@ -63,6 +63,10 @@ def test_it_trains_as_plain_pytorch_does(kind: str, activations: str) -> None:
         torch.manual_seed(0)
         return nn.Sequential(*(Spectrum() if kind == "complex" else Block(kind) for _ in range(3)))
 
+    assert_as_in_pytorch(build, activations)
+
+
+def assert_as_in_pytorch(build: Callable[[], nn.Module], activations: str) -> None:
     plain = build()
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
     settings = spillway.AdamW(lr=1e-2, max_grad_norm=None, decay_all=True)
@@ -100,12 +104,4 @@ class Handing(nn.Module):
 
 @pytest.mark.parametrize("activations", ("recompute", "tape", "keep"))
 def test_a_generator_among_the_arguments_goes_on_as_in_plain_pytorch(activations: str) -> None:
-    plain = Handing()
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
-    settings = spillway.AdamW(lr=1e-2, max_grad_norm=None, decay_all=True)
-    model, optimizer = spillway.prepare(Handing(), settings, device="cpu", activations=activations)
-    assert train(model, optimizer) == pytest.approx(expected, rel=1e-5)
-    weights = read_parameters(model)
-    spillway.close(model)
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(weights[name], param.detach(), rtol=1e-4, atol=1e-6)
+    assert_as_in_pytorch(Handing, activations)
