@@ -121,11 +121,6 @@ def written_bytes(run: Path) -> dict[str, int]:
         return {}
 
 
-def larger_of(some: dict[str, int], others: dict[str, int]) -> dict[str, int]:
-    """Of two countings up, by name, the later ones."""
-    return {name: max(some.get(name, 0), others.get(name, 0)) for name in (*some, *others)}
-
-
 def refuse_lost_store(run: Path, store: Path) -> None:
     """Raise DiskError where steps were saved and their store is empty: a drive is not mounted, perhaps."""
     if saved := saved_step(run):

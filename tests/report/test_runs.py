@@ -31,7 +31,7 @@ def step(number: int, seconds: float, **changes: Any) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]]) -> RunReport:
-    return report_of("runs/a", TrainOptions("llama", ("data",), "runs/a"), PLAN, rows)
+    return report_of("runs/a", TrainOptions("llama", ("data",), "runs/a"), PLAN, rows, {})
 
 
 def test_the_cold_first_step_counts_in_the_time_and_not_in_the_pace() -> None:

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -27,7 +26,7 @@ def report_command(runs: tuple[str, ...], chart: str | None, as_json: bool) -> N
     from spillway.report.chart import draw_runs
     from spillway.report.progress import Reporter, answers
     from spillway.report.runs import print_runs, report_of
-    from spillway.rundir import read_options, read_plan, read_steps
+    from spillway.rundir import read_options, read_plan, read_steps, written_bytes
     from spillway.spec.jsonable import to_json
 
     if chart is not None:
@@ -36,7 +35,7 @@ def report_command(runs: tuple[str, ...], chart: str | None, as_json: bool) -> N
     options = {run: read_options(directory) for run, directory in directories.items()}
     steps = {run: read_steps(directory) for run, directory in directories.items()}
     reports = [
-        report_of(run, options[run], read_plan(directory), steps[run], _written(directory, steps[run]))
+        report_of(run, options[run], read_plan(directory), steps[run], written_bytes(directory))
         for run, directory in directories.items()
     ]
     reporter = Reporter()
@@ -47,10 +46,3 @@ def report_command(runs: tuple[str, ...], chart: str | None, as_json: bool) -> N
         click.echo(json.dumps(to_json(reports)))
     else:
         print_runs(answers(), reports)
-
-
-def _written(run: Path, steps: list[dict[str, Any]]) -> dict[str, int]:
-    """Bytes to each path so far: by the last step, or after it."""
-    from spillway.rundir import larger_of, written_bytes
-
-    return larger_of(steps[-1].get("written_bytes", {}), written_bytes(run))

@@ -106,3 +106,8 @@ def _step_of(line: str) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError):
         return _CUT_OFF
+
+
+def larger_of(some: dict[str, int], others: dict[str, int]) -> dict[str, int]:
+    """Of two countings up, by name, the later ones."""
+    return {name: max(some.get(name, 0), others.get(name, 0)) for name in (*some, *others)}

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from spillway.report.metrics import larger_of
 from spillway.spec.answers import RunReport
 from spillway.spec.options import TrainOptions
 from spillway.spec.sizes import format_seconds, format_size
@@ -17,11 +18,9 @@ _SLOW = 0.95  # of all steps are faster than the slow one
 Rows = list[dict[str, Any]]
 
 
-def report_of(
-    run: str, options: TrainOptions, plan: dict[str, Any], rows: Rows, written: dict[str, int] | None = None
-) -> RunReport:
+def report_of(run: str, options: TrainOptions, plan: dict[str, Any], rows: Rows, written: dict[str, int]) -> RunReport:
     """Of one run, from its options, its plan.json and its metrics (at least one step). `written`: bytes to each path,
-    where more was written after the last step."""
+    as the run noted them at its end."""
     timed = [row for row in rows if "seconds" in row]  # a step whose line was written after a crash has no times
     usual = timed[1:] or timed  # the first finds everything cold
     seconds = sorted(row["seconds"] for row in usual) or [0.0]
@@ -54,7 +53,7 @@ def report_of(
         busy_share=_busy_share(usual),
         read_bytes=_median_moved(usual, "read"),
         written_bytes=_median_moved(usual, "write"),
-        written_in_all=written or last.get("written_bytes", {}),
+        written_in_all=larger_of(last.get("written_bytes", {}), written),
         peaks={tier: max(row["peak_bytes"][tier] for row in timed) for tier in last.get("peak_bytes", {})},
         predicted_peaks=dict(plan["peaks"]),
     )

@@ -7,7 +7,8 @@ from typing import Any
 
 from spillway.checkpoint.points import SavedPoints
 from spillway.data import DataPosition
-from spillway.rundir import held_out_losses_shown, larger_of, losses_shown, written_bytes
+from spillway.report.metrics import larger_of
+from spillway.rundir import held_out_losses_shown, losses_shown, written_bytes
 
 
 @dataclass(slots=True)
