@@ -1,22 +1,32 @@
 """The head and the loss in pieces: the loss and the gradients of the plain head, and no more memory than a piece."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertForMaskedLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+)
 
 import models
 import spillway
 from spillway.api import close
 from spillway.assembly import prepared
 from spillway.integrations import loss as chunked
-from spillway.integrations.loss import DeferredLogits
+from spillway.integrations.logits import DeferredLogits
 from spillway.planning.profiler import ModelProfiler
 
 LR = 0.1
+SETTINGS = spillway.SGD(lr=LR, momentum=0.0, max_grad_norm=None)
 
 
 @pytest.fixture
@@ -42,10 +52,33 @@ def masked() -> nn.Module:
     )
 
 
+def bart() -> nn.Module:
+    """Its loss is its own, of logits to which it adds a constant of each word."""
+    torch.manual_seed(0)
+    model = BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=models.VOCAB,
+            d_model=32,
+            max_position_embeddings=64,
+            dropout=0.0,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=2,
+            **{
+                f"{side}_{what}": number
+                for side in ("encoder", "decoder")
+                for what, number in (("layers", 2), ("ffn_dim", 48), ("attention_heads", 4))
+            },
+        )
+    )
+    model.final_logits_bias.normal_()
+    return model
+
+
 def one_step(model: nn.Module, store: Path, **more: object) -> tuple[float, dict[str, torch.Tensor], bool]:
     """The loss, the weights after one plain SGD step, and whether the loss was in pieces."""
-    settings = spillway.SGD(lr=LR, momentum=0.0, max_grad_norm=None)
-    model, optimizer = spillway.prepare(model, settings, store=store, device="cpu", **more)  # type: ignore[arg-type]
+    model, optimizer = spillway.prepare(model, SETTINGS, store=store, device="cpu", **more)  # type: ignore[arg-type]
     loss = model(**models.batch("llama", 0)).loss
     loss.backward()
     optimizer.step()
@@ -65,7 +98,7 @@ def assert_like(plain: nn.Module, loss: torch.Tensor, found: float, weights: dic
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("make", (models.llama, models.gemma2, models.mixtral, masked))
+@pytest.mark.parametrize("make", (models.llama, models.gemma2, models.mixtral, masked, models.t5, bart))
 def test_the_loss_in_pieces_is_that_of_the_plain_head(make: object, tmp_path: Path) -> None:
     plain: nn.Module = make()  # type: ignore[operator]
     found, weights, in_pieces = one_step(copy.deepcopy(plain), tmp_path)
@@ -94,7 +127,7 @@ def test_pieces_do_not_round_the_gradient_of_a_16_bit_head_away(
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("make", (models.llama, masked))
+@pytest.mark.parametrize("make", (models.llama, masked, models.t5))
 def test_smoothed_labels_are_those_of_torch(make: object, tmp_path: Path) -> None:
     plain: nn.Module = make()  # type: ignore[operator]
     found, weights, in_pieces = one_step(copy.deepcopy(plain), tmp_path, label_smoothing=0.1)
@@ -107,32 +140,95 @@ def test_smoothed_labels_are_those_of_torch(make: object, tmp_path: Path) -> Non
     assert_like(plain, expected, found, weights)
 
 
-def test_smoothing_is_refused_where_the_loss_is_the_models_own(tmp_path: Path) -> None:
-    for make in (models.t5, models.two_lists):
+def with_more_done_to_logits() -> nn.Module:
+    plain = models.llama()
+    plain.lm_head.register_forward_hook(lambda module, args, logits: logits - logits.mean(-1, keepdim=True))  # type: ignore[union-attr,operator]
+    return plain
+
+
+def test_smoothing_is_refused_where_the_loss_is_another(tmp_path: Path) -> None:
+    for make in (models.two_lists, with_more_done_to_logits):
         with pytest.raises(spillway.UsageError, match="label smoothing is not for"):
             one_step(make(), tmp_path, label_smoothing=0.1)
 
 
+@pytest.mark.parametrize("returns_dict", (True, False))
+def test_an_evaluation_has_the_smoothed_loss_and_the_logits(returns_dict: bool) -> None:
+    plain = models.t5().eval()
+    batch = {**models.batch("t5", 0), "return_dict": returns_dict}
+    model, _ = spillway.prepare(copy.deepcopy(plain), SETTINGS, device="cpu", label_smoothing=0.1)
+    with torch.no_grad():
+        found, logits = model(**batch)[:2]
+        expected = plain(**batch)[1]
+    torch.testing.assert_close(logits, expected)
+    smoothed = nn.functional.cross_entropy(expected.flatten(0, 1), batch["labels"].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, smoothed)
+    close(model)
+
+
 def test_logits_stay_whole_where_a_model_does_more_with_them(tmp_path: Path) -> None:
-    plain = models.llama()
-    plain.lm_head.register_forward_hook(lambda module, args, logits: logits - logits.mean(-1, keepdim=True))  # type: ignore[union-attr,operator]
+    plain = with_more_done_to_logits()
     found, weights, in_pieces = one_step(copy.deepcopy(plain), tmp_path)
     assert not in_pieces
     assert_like(plain, plain(**models.batch("llama", 0)).loss, found, weights)
 
 
-def test_deferred_logits_know_scales_and_soft_caps_alone() -> None:
-    hidden, logits = torch.ones(2, 3), torch.randn(2, 5)
-    found = 2 * torch.tanh((DeferredLogits(hidden) / 30.0).float()) * 30.0
-    assert torch.equal(found.applied(logits), 2 * torch.tanh((logits / 30.0).float()) * 30.0)
-    for wrong in (
-        lambda: DeferredLogits(hidden) * torch.ones(5),
-        lambda: torch.softmax(DeferredLogits(hidden), -1),  # type: ignore[call-overload]
-        lambda: torch.cat([DeferredLogits(hidden)]),  # type: ignore[list-item]
-        lambda: DeferredLogits(hidden)[..., 0],  # type: ignore[index]
+def deferred(hidden: torch.Tensor, vocab_size: int = 5) -> DeferredLogits:
+    """Logits that are sums of hidden states, alike for every word but for what is done to them."""
+
+    def total(logits: DeferredLogits, targets: torch.Tensor, ignore_index: int, smoothing: float) -> torch.Tensor:
+        whole = logits.applied(logits.hidden.sum(-1, keepdim=True).expand(-1, vocab_size))
+        return nn.functional.cross_entropy(
+            whole, targets, ignore_index=ignore_index, reduction="sum", label_smoothing=smoothing
+        )
+
+    return DeferredLogits(hidden, vocab_size, total)
+
+
+def test_deferred_logits_are_scaled_capped_and_shaped_like_logits() -> None:
+    hidden, bias = torch.randn(2, 4, 3), torch.randn(1, 5)
+
+    def used(logits: Any) -> Any:
+        capped = 2 * torch.tanh((logits / 30.0).float() + bias) * 30.0
+        return capped[..., :-1, :].contiguous().view(-1, logits.size(-1))
+
+    whole = used(hidden.sum(-1, keepdim=True).expand(-1, -1, 5))
+    found = used(deferred(hidden))
+    assert (found.shape, found.size(), found.device) == (whole.shape, whole.size(), whole.device)
+    targets = torch.tensor([0, 4, -100, 2, 1, 3])
+    for loss in (
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(reduction="sum", ignore_index=4),
+        nn.CrossEntropyLoss(label_smoothing=0.2),
     ):
-        with pytest.raises(TypeError):
-            wrong()
+        torch.testing.assert_close(loss(found, targets.clamp(min=0)), loss(whole, targets.clamp(min=0)))
+    torch.testing.assert_close(nn.CrossEntropyLoss()(found, targets), nn.CrossEntropyLoss()(whole, targets))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    (
+        lambda logits: logits * torch.ones(5),
+        lambda logits: logits + torch.ones(4, 5),
+        lambda logits: logits + torch.ones(5, requires_grad=True),
+        lambda logits: logits + 1.0,
+        lambda logits: torch.softmax(logits, -1),
+        lambda logits: torch.cat([logits]),
+        lambda logits: logits[..., 0],
+        lambda logits: logits[..., :3],
+        lambda logits: logits[:, :, :3],
+        lambda logits: logits.view(-1),
+        lambda logits: logits.view(5, -1),
+        lambda logits: nn.CrossEntropyLoss(weight=torch.ones(5))(logits, torch.zeros(4, dtype=torch.long)),
+        lambda logits: nn.CrossEntropyLoss(reduction="none")(logits, torch.zeros(4, dtype=torch.long)),
+        lambda logits: nn.CrossEntropyLoss()(logits, torch.ones(4, 5)),
+        lambda logits: nn.CrossEntropyLoss()(torch.ones(4, 5), logits),
+        lambda logits: nn.CrossEntropyLoss()(logits.view(2, 2, 5), torch.zeros(2, 5, dtype=torch.long)),
+    ),
+)
+def test_whatever_else_is_done_to_deferred_logits_is_an_error(wrong: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError):
+        wrong(deferred(torch.ones(4, 3)))
 
 
 @pytest.mark.parametrize("kind", ("cpu", "cuda"))
@@ -172,9 +268,7 @@ class Weighted(nn.Module):
 @pytest.mark.usefixtures("small_pieces")
 def test_the_loss_of_a_model_within_another_module_is_in_pieces(tmp_path: Path) -> None:
     plain = Weighted(models.llama())
-    model, optimizer = spillway.prepare(
-        copy.deepcopy(plain), spillway.SGD(lr=LR, momentum=0.0, max_grad_norm=None), store=tmp_path, device="cpu"
-    )
+    model, optimizer = spillway.prepare(copy.deepcopy(plain), SETTINGS, store=tmp_path, device="cpu")
     loss = model(**models.batch("llama", 0))
     loss.backward()
     optimizer.step()
@@ -202,8 +296,7 @@ class Cropped(nn.Module):
 @pytest.mark.parametrize(("looks", "lengths"), ((False, (6, 16, 10)), (False, (16, 6, 12)), (True, (6, 16, 10))))
 def test_every_token_counts_however_many_were_planned(looks: bool, lengths: tuple[int, ...]) -> None:
     plain = Cropped(looks)
-    settings = spillway.SGD(lr=LR, momentum=0.0, max_grad_norm=None)
-    model, optimizer = spillway.prepare(copy.deepcopy(plain), settings, device="cpu")
+    model, optimizer = spillway.prepare(copy.deepcopy(plain), SETTINGS, device="cpu")
     own = torch.optim.SGD(plain.parameters(), lr=LR)
     for step, length in enumerate(lengths):
         model.length = plain.length = length  # type: ignore[assignment]
