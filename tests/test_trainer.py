@@ -82,6 +82,7 @@ def test_a_run_is_that_of_the_plain_trainer(accumulation: int, placement: dict[s
         ours.train()
         for name in ("loss", "grad_norm", "learning_rate", "eval_loss"):
             assert told(ours, name) == pytest.approx(told(plain, name), rel=1e-5)
+        assert [set(line) for line in ours.state.log_history] == [set(line) for line in plain.state.log_history]
         expected = dict(plain.model.named_parameters())
         for name, param in read_parameters(model).items():
             torch.testing.assert_close(param, expected[name].data, rtol=1e-4, atol=1e-5)

@@ -172,7 +172,12 @@ class TrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """An accelerator that leaves the model where it is, and in its dtype."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.accelerator.prepare_model = lambda model, *_, **__: model
+        self.accelerator.prepare_model = self._as_it_is
+
+    def _as_it_is(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        if not self.accelerator._models:  # empty it means that every evaluation prepares the model, and says how long
+            self.accelerator._models.append(model)
+        return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Its units go there in turn."""

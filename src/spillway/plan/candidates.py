@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from spillway.plan.memory import extents_of_units, peaks
@@ -107,7 +108,7 @@ class Candidates:
         changes = ((number, change(candidate.placement, number)) for number in numbers)
         items = [(number, same.setdefault(new, new)) for number, new in changes if new is not None]
         while items:
-            count, candidate = self._most(candidate, part, items)
+            count, candidate = self.most(partial(self._first_changed, candidate, part, items), candidate, len(items))
             items = [item for item in items[count + 1 :] if self._size(item) < self._size(items[count])]
         return candidate
 
@@ -117,25 +118,23 @@ class Candidates:
             return stored_bytes(self.model.calls[number], new)
         return self.model.units[number].weight_bytes
 
-    def _most(self, candidate: Candidate, part: str, items: list[tuple[int, object]]) -> tuple[int, Candidate]:
-        """How many of the first changes fit, and the placement with them. What they take is about proportional to
-        their number, so that is where the next trial is."""
-        placement = candidate.placement
+    def _first_changed(self, candidate: Candidate, part: str, items: list[tuple[int, object]], count: int) -> Candidate:
+        values = list(getattr(candidate.placement, part))
+        for number, new in items[:count]:
+            values[number] = new
+        return self.of(with_part(candidate.placement, part, values))
 
-        def changed(count: int) -> Candidate:
-            values = list(getattr(placement, part))
-            for number, new in items[:count]:
-                values[number] = new
-            return self.of(with_part(placement, part, values))
-
-        low, best, high = 0, candidate, len(items)
-        over = changed(high)
+    def most(self, with_changes: Callable[[int], Candidate], none: Candidate, high: int) -> tuple[int, Candidate]:
+        """How many of up to `high` changes fit, and the placement with them; `none`: without any. What they take is
+        about proportional to their number, so that is where the next trial is."""
+        low, best = 0, none
+        over = with_changes(high)
         if self.fits(over):
             return high, over
         while high - low > 1:
             guess = low + int((high - low) * self._share_that_fits(best.peaks, over.peaks))
             guess = min(max(guess, low + 1), high - 1)
-            trial = changed(guess)
+            trial = with_changes(guess)
             if self.fits(trial):
                 low, best = guess, trial
             else:

@@ -1,6 +1,6 @@
 """The planner: closed forms rank the ways to fill memory, the simulator decides among the best."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 
@@ -124,9 +124,7 @@ class Search:
         if not self._searches_freely or self._request.fixed is not None:
             return best
         ways = list(self._spare.with_living_units(best.candidate))
-        if not ways:
-            return best
-        return min(map(self._simulate, (best.candidate, *ways)), key=_seconds)
+        return self._fastest(self._simulate(best.candidate), ways) if ways else best
 
     def _with_wider_window(self, best: Timed) -> Timed:
         """That plan with more slots, where that is worth the memory."""
@@ -151,8 +149,14 @@ class Search:
 
     def _in_best_mode(self, best: Timed) -> Timed:
         """That plan with its updates on the device at another moment, where that makes it faster."""
-        others = map(self._simulate, self._variants.in_other_modes(best.candidate))
-        return min([best, *others], key=_seconds)
+        return self._fastest(best, self._variants.in_other_modes(best.candidate))
+
+    def _fastest(self, best: Timed, others: Iterable[Candidate]) -> Timed:
+        """Of the best so far and those others whose bounds are below it."""
+        for other in others:
+            if self._bound_of(other.placement) < best.seconds:
+                best = min(best, self._simulate(other), key=_seconds)
+        return best
 
     def _if_faster(self, best: Timed, change: Callable[[Candidates, Candidate], Candidate]) -> Timed:
         """That plan with a change, where that makes it faster."""

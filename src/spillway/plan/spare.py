@@ -57,13 +57,11 @@ class Spare:
             rest = spread(movable[count:], share * visiting / len(movable))
             return self._candidates.of(replace(placement, units=tuple(units)), late, rest)
 
-        low, high = 0, len(movable)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._candidates.fits(living(middle, 1.0)) else (low, middle)
+        none, fits = living(0, 1.0), self._candidates.fits
+        count = self._candidates.most(lambda count: living(count, 1.0), none, len(movable))[0] if fits(none) else 0
         for share in _VISITING_SHARES:
-            found = living(low, share)
-            if self._candidates.fits(found):
+            found = living(count, share)
+            if fits(found):
                 yield found
 
     def with_wider_window(self, candidate: Candidate) -> Candidate:
