@@ -67,6 +67,7 @@ class Result:
     measured_peak: int
     bottleneck: str
     refined_s: float  # predicted after three steps
+    phases: dict[str, tuple[int, int]]  # host peaks, predicted and measured: load, step, save
     again_predicted_s: float = 0.0  # by the next run, which knows of this one
     again_measured_s: float = 0.0
     again_predicted_peak: int = 0
@@ -143,7 +144,14 @@ def run(case: Case, directory: Path, steps: int, dtype: str, cache: str) -> Resu
         summary["measured_peaks"]["host"],
         bottleneck,
         summary["refined_step_s"],
+        {name: (summary["predicted_phases"][name]["host"], peak) for name, peak in summary["measured_phases"].items()},
     )
+
+
+def _others(found: Result) -> str:
+    """How far off the peaks of the other phases are."""
+    others = [(name, pair) for name, pair in found.phases.items() if name != "step"]
+    return ", ".join(f"{name} {predicted / measured - 1:+.0%}" for name, (predicted, measured) in others)
 
 
 def main() -> int:
@@ -170,7 +178,7 @@ def main() -> int:
             print(
                 f"{found.name:45} {found.bottleneck:8} step {seconds} ({found.step_error:+.0%}, after three steps "
                 f"{found.refined_error:+.0%}, the next time {found.again_error:+.0%}) · peak {peaks} "
-                f"({found.peak_error:+.0%}, the next time {found.again_peak_error:+.0%})",
+                f"({found.peak_error:+.0%}, the next time {found.again_peak_error:+.0%}; {_others(found)})",
                 flush=True,
             )
     write_json(given.json, results)

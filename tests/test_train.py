@@ -680,12 +680,16 @@ def test_a_terminal_that_is_gone_keeps_nothing_from_being_saved(tmp_path: Path) 
 def test_the_process_stays_within_the_memory_it_was_given(data: Path, tmp_path: Path) -> None:
     """All of it, libraries included; the states alone would take more."""
     big = directories.make_model(tmp_path / "llama", hidden_size=768, intermediate_size=3072, num_hidden_layers=6)
-    flags = ["--host-memory", "850MB", "--max-steps", "4", "--dtype", "float32", "--json"]
+    flags = ["--host-memory", "850MB", "--max-steps", "4", "--dtype", "float32", "--json", "--eval-data", str(data)]
     command, told = arguments(big, data, tmp_path / "run", *flags), tmp_path / "told"
     assert killing.finish(killing.start(command, output=told)) == 0
     summary = json.loads(told.read_text())
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["peaks"]["disk"] > 0 and summary["measured_peaks"]["host"] <= 850e6
+    measured = summary["measured_phases"]
+    assert measured.keys() == {"load", "step", "evaluation", "save"}
+    assert max(measured.values()) == summary["measured_peaks"]["host"]
+    assert all(peak <= summary["predicted_phases"][phase]["host"] for phase, peak in measured.items())
 
 
 def test_a_run_keeps_its_store_when_it_is_not_named_again(model: Path, data: Path, tmp_path: Path) -> None:

@@ -95,21 +95,25 @@ def _work_of_streams(model: ModelProfile, placement: Placement, placed: Placed) 
     return largest + placement.streams * (beside + _STREAM_BYTES)
 
 
-def phase_peaks(model: ModelProfile, plan: Plan, shard_bytes: int) -> dict[str, TierPeaks]:
-    """Peak bytes per tier of what a run does besides its steps. The host's arena is taken when weights are loaded and
-    kept; evaluation needs one unit at a time; a save writes the 16-bit weights beside the store; an export, a process
-    of its own, holds a window of at most one shard."""
+def phase_peaks(model: ModelProfile, plan: Plan, process_bytes: int, device_is_host: bool) -> dict[str, TierPeaks]:
+    """Peak bytes per tier of a run's phases. Slabs, slots and what rests are taken when weights are loaded, and kept:
+    an evaluation needs one unit's work beside them; a save writes the 16-bit weights beside the store. Where the CPU
+    computes, its heap keeps what steps took. An export, a process of its own, holds nothing that grows with the
+    model."""
     step, placement = plan.peaks, plan.placement
-    resting = sum(residents(model, placement, unit).device for unit in range(len(model.units)))
-    largest = max((unit.weight_bytes for unit in model.units), default=0)
-    forward = max((call.work_bytes for call in model.calls), default=0)
+    resting = [residents(model, placement, unit) for unit in range(len(model.units))]
+    pools = {tier: sum(pool.num_bytes for pool in plan.pools if pool.tier == tier) for tier in ("device", "host")}
+    device = sum(part.device for part in resting) + pools["device"]
+    host = process_bytes + sum(part.host for part in resting) + pools["host"]
+    forward = device + max((call.work_bytes for call in model.calls), default=0)
     weights = sum(unit.weight_bytes for unit in model.units)
+    later = step.host if device_is_host else host
     return {
-        "load": TierPeaks(resting, step.host, step.disk),
+        "load": TierPeaks(device, host + (device if device_is_host else 0), step.disk),
         "step": step,
-        "evaluation": TierPeaks(min(resting + largest + forward, step.device), step.host, step.disk),
-        "save": TierPeaks(resting, step.host, step.disk + weights),
-        "export": TierPeaks(0, min(weights, shard_bytes), step.disk + weights),
+        "evaluation": TierPeaks(min(forward, step.device), later, step.disk),
+        "save": TierPeaks(device, later, step.disk + weights),
+        "export": TierPeaks(0, process_bytes, step.disk + weights),
     }
 
 
@@ -149,9 +153,9 @@ def peaks(
     # Those of two calls may be on their way to host memory.
     moving = [size for tier, size, _ in stored if tier != "device"]
     device += 2 * max(moving, default=0)
-    device += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "device")
+    device += sum(pool.num_bytes for pool in pools if pool.tier == "device")
     host = process_bytes + sum(part.host * count for part, count in resting)
-    host += sum(pool.slab_bytes * pool.count for pool in pools if pool.tier == "host")
+    host += sum(pool.num_bytes for pool in pools if pool.tier == "host")
     if model.calls_beside:
         # The largest unit fits beside the slots, and beside the slabs where it comes from the drives.
         beside = max(unit.weight_bytes for unit in model.units)

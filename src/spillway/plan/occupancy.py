@@ -8,10 +8,7 @@ def occupancy(plan: Plan, ops: tuple[Op, ...], trace: Trace) -> dict[str, list[t
     """Per tier: seconds since the step began, and bytes from then on. What is in no slab (weights and states at rest,
     the process, working memory) stays the same all step long, and makes up the rest of the tier's peak."""
     sizes = {pool.name: (pool.tier, pool.slab_bytes) for pool in plan.pools}
-    laid = {
-        tier: sum(pool.slab_bytes * pool.count for pool in plan.pools if pool.tier == tier)
-        for tier in ("device", "host")
-    }
+    laid = {tier: sum(pool.num_bytes for pool in plan.pools if pool.tier == tier) for tier in ("device", "host")}
     fixed = {"device": plan.peaks.device - laid["device"], "host": plan.peaks.host - laid["host"]}
     pool_of = {lease: pool for op in ops for pool, lease in op.take}
     changes: list[tuple[float, str, int]] = []

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from spillway.checkpoint.save import MAX_SHARD_BYTES
 from spillway.plan.memory import phase_peaks
 from spillway.plan.occupancy import occupancy
 from spillway.plan.simulate import simulate
@@ -60,7 +59,7 @@ def figures(question: Question, plan: Plan) -> PlanReport:
     steps = (1 - spread) * plan.step_seconds, (1 + spread) * slowest
     tokens_per_s = base.tokens / plan.step_seconds
     endurance = machine.endurance_bytes
-    phases = phase_peaks(profile, plan, MAX_SHARD_BYTES)
+    phases = phase_peaks(profile, plan, base.budget.process_bytes, machine.hardware.device == "cpu")
     saved, every = _saved_bytes(profile, plan) if machine.disk_bytes else 0, question.options.save_steps
     run_written = plan.bytes_written * question.steps + saved * -(-question.steps // every)
     written = plan.bytes_written + saved / every

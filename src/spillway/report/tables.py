@@ -1,6 +1,6 @@
 """The summary at the end of a run and the plan at its start, for people."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
@@ -28,9 +28,9 @@ class RunSummary:
     output: str
     state_bytes: int
     eval_losses: tuple[float, ...] = ()  # of held-out data
-    refined_step_s: float = (
-        0.0  # predicted again after the first steps, with the rates they had; 0 where there were none
-    )
+    refined_step_s: float = 0.0  # predicted anew after the first steps, with their rates; 0 where there were none
+    predicted_phases: dict[str, TierPeaks] = field(default_factory=dict)  # load, step, evaluation, save, export
+    measured_phases: dict[str, int] = field(default_factory=dict)  # host bytes of those there were
 
 
 def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_bytes: int, steps: int) -> None:
@@ -88,6 +88,10 @@ def print_summary(console: Console, summary: RunSummary) -> None:
         measured = summary.measured_peaks.get(tier, 0)
         shown = format_size(measured) if measured else "in host"
         table.add_row(f"{tier} peak", format_size(predicted), shown, format_size(budget))
+    for phase, peak in summary.measured_phases.items():
+        if phase != "step":
+            predicted = format_size(summary.predicted_phases[phase].host)
+            table.add_row(f"host, {phase}", predicted, format_size(peak), "")
     table.add_row("model state", format_size(summary.state_bytes), "", "")
     table.add_row("loss, first to last", "", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}", "")
     if summary.eval_losses:

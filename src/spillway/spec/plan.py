@@ -51,6 +51,11 @@ class Pool:
     slab_bytes: int
     count: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all its slabs."""
+        return self.slab_bytes * self.count
+
 
 class Op(NamedTuple):
     """One operation of the step. (Planning makes hundreds of thousands; a frozen dataclass takes six times as long to

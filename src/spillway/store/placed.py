@@ -118,13 +118,9 @@ class PlacedStore:
         pools = {pool.name: pool for pool in plan.pools if pool.tier == "device"}
         kept = {name: found for name, found in self._device_buffers.items() if name in pools}
         kept = {name: found for name, found in kept.items() if _serve(found, pools[name])}
-        more = sum(_num_bytes(found) - pools[name].slab_bytes * pools[name].count for name, found in kept.items())
+        more = sum(_num_bytes(found) - pools[name].num_bytes for name, found in kept.items())
         if more > self._room_on_device(plan):
-            kept = {
-                name: found
-                for name, found in kept.items()
-                if _num_bytes(found) == pools[name].slab_bytes * pools[name].count
-            }
+            kept = {name: found for name, found in kept.items() if _num_bytes(found) == pools[name].num_bytes}
         self._device_buffers = kept  # the others go before more is taken
         for name, pool in pools.items():
             if name not in kept:

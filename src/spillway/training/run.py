@@ -48,7 +48,7 @@ def train(
     find_policy(options.policy)
     settings_of(options)  # said before data is read
     with ExitStack() as stack:
-        watch = stack.enter_context(MemoryWatch())
+        watch = stack.enter_context(MemoryWatch("load"))
         stop = stack.enter_context(stop_on_signals(at_once))
         training = set_up(options, origins or {}, reporter, stack)
         progress = Progress()
@@ -58,13 +58,17 @@ def train(
                 reporter.say(f"going on after step {progress.step} of {training.total}")
         telling = Telling(training, progress, reporter, watch)
         telling.tell_plan()
-        return _Run(training, progress, telling, reporter).train(stop)
+        with watch.phase("step"):
+            return _Run(training, progress, telling, reporter, watch).train(stop)
 
 
 class _Run:
     """From the first step that is left to the final model."""
 
-    def __init__(self, training: Training, progress: Progress, telling: Telling, reporter: Reporter) -> None:
+    def __init__(
+        self, training: Training, progress: Progress, telling: Telling, reporter: Reporter, watch: MemoryWatch
+    ) -> None:
+        self._watch = watch
         self._training = training
         self._options = training.options
         self._progress = progress
@@ -123,7 +127,8 @@ class _Run:
         stop.waits = False  # what follows can be done again
         self._reporter.say(f"writing the model to {training.output}")
         try:
-            save_pretrained(training.model, training.output)
+            with self._watch.phase("save"):
+                save_pretrained(training.model, training.output)
         except DiskError as error:
             then = "; the last step is saved, and the same command writes the model" if self._can_save else ""
             raise DiskError(f"{error}{then}") from error
@@ -236,7 +241,8 @@ class _Run:
         due = step % self._options.eval_steps == 0 or step == training.total
         if training.evaluation is None or not due:
             return None
-        loss = training.evaluation.loss(training.model, training.session)
+        with self._watch.phase("evaluation"):
+            loss = training.evaluation.loss(training.model, training.session)
         self._progress.eval_losses.append(loss)
         self._reporter.say(f"step {step}/{training.total} · held-out loss {loss:.4f}")
         return loss
@@ -277,11 +283,12 @@ class _Run:
     def _save(self) -> None:
         if self._progress.step == 0:
             return
-        if self._can_save:
+        if not self._can_save:
+            self._save_model()
+            return
+        with self._watch.phase("save"):
             self._training.session.come_to_rest()
             write_point(self._training.parts, self._progress.step)
-        else:
-            self._save_model()
 
     def _save_before_failing(self, error: Exception) -> None:
         """The last step of a run that an error ends, if it is whole and can be saved: the error is what the user is to
@@ -297,5 +304,6 @@ class _Run:
             self._reporter.say(f"step {self._progress.step} is saved: the same command goes on from there")
 
     def _save_model(self) -> None:
-        save_pretrained(self._training.model, self._training.output, progress=False)  # beside the bar of steps
+        with self._watch.phase("save"):
+            save_pretrained(self._training.model, self._training.output, progress=False)  # beside the bar of steps
         self._telling.note_model()

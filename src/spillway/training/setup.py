@@ -25,6 +25,7 @@ from spillway.integrations.huggingface import CAUSAL_LM, find_directory, fitting
 from spillway.integrations.tokenizer import fingerprints
 from spillway.optim.config import settings_of
 from spillway.optim.optimizer import StreamingOptimizer
+from spillway.plan.memory import phase_peaks
 from spillway.report.progress import Reporter
 from spillway.rows import RowMaker
 from spillway.rundir import (
@@ -36,10 +37,11 @@ from spillway.rundir import (
     stores_of_last_time,
     where_saved,
 )
+from spillway.runtime.schedules import Schedule
 from spillway.runtime.session import Session
 from spillway.spec.errors import BudgetWarning, DiskError, StoreMoves, UsageError
 from spillway.spec.options import TrainOptions
-from spillway.spec.plan import KeepPoints, Plan
+from spillway.spec.plan import KeepPoints, Plan, TierPeaks
 from spillway.spec.sizes import counted
 from spillway.store.move import drop_left_behind
 from spillway.training.identity import identity_of, is_resumed
@@ -63,6 +65,7 @@ class Training:
     optimizer: StreamingOptimizer
     parts: Prepared
     plan: Plan
+    phases: dict[str, TierPeaks]  # what its phases take
     is_resumed: bool
 
     @property
@@ -114,10 +117,12 @@ def set_up(options: TrainOptions, origins: dict[str, str], reporter: Reporter, s
     parts.points.on_commit = lambda step: note_saved(directory, step)
     model.train()
     _tell_slow_dtype(options, parts, reporter)
-    plan = _open(parts, batches, reporter)
+    schedule = _open(parts, batches, reporter)
+    plan = schedule.plan
+    phases = phase_peaks(schedule.profile, plan, parts.budget.process_bytes, parts.session.device.kind == "cpu")
     training = Training(
         options, origins, directory, stores, rows.length, identity, batches, held_out, _count_steps(options, batches),
-        model, optimizer, parts, plan, resumed,
+        model, optimizer, parts, plan, phases, resumed,
     )  # fmt: skip
     _exercise_save(training)
     remember_samples(directory, data)
@@ -249,14 +254,14 @@ def _say_ours(reporter: Reporter) -> None:
     warnings.showwarning = say
 
 
-def _open(parts: Prepared, batches: Batches, reporter: Reporter) -> Plan:
+def _open(parts: Prepared, batches: Batches, reporter: Reporter) -> Schedule:
     """Plan for the longest batch, take the memory, and bring weights and states to rest."""
     session = parts.session
     longest = {key: tensor.to(session.device.torch_device) for key, tensor in batches.longest().items()}
     schedule = session.open((), longest)
     for warning in parts.points.warnings:
         reporter.say(f"warning: {warning}")
-    return schedule.plan
+    return schedule
 
 
 def _exercise_save(training: Training) -> None:

@@ -238,6 +238,8 @@ class Telling:
             training.state_bytes,
             tuple(progress.eval_losses),
             self._refined_step,
+            training.phases,
+            dict(self._watch.peaks),
         )
         print_summary(self._reporter.console, summary)
         return summary
