@@ -391,6 +391,53 @@ def test_a_forward_that_overflows_float16_skips_the_step_and_halves_the_scale(
     assert [row["skipped_steps"] for row in metrics(tmp_path / "run")][-1] == 1
 
 
+def test_losses_that_no_scale_mends_end_a_run_in_float16(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda mlp, hidden: forward(mlp, hidden) * float("nan"))
+    assert run(arguments(model, data, tmp_path / "run", "--max-steps", "9", "--dtype", "float16")) == 6
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count(" was skipped: ") == 4 and "the loss of step 1 is nan" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has", 3, "found no room for 2.00 GiB on the GPU"),
+        ("", 4, "found no room for 1125899906842624 bytes in host memory"),
+    ],
+)
+def test_memory_that_is_not_to_be_had_is_said_in_a_sentence_and_the_last_step_is_saved(
+    error: str,
+    code: int,
+    said: str,
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    forward, calls = LlamaMLP.forward, itertools.count()
+
+    def finds_none(mlp: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
+        is_real = hidden.device.type != "meta" and type(hidden) is torch.Tensor
+        if is_real and next(calls) == 20:
+            if error:
+                raise torch.OutOfMemoryError(error)
+            torch.empty(1 << 50, dtype=torch.uint8)
+        return forward(mlp, hidden)
+
+    monkeypatch.setattr(LlamaMLP, "forward", finds_none)
+    out = tmp_path / "run"
+    assert run(arguments(model, data, out, "--max-steps", "9", "--states", "disk")) == code
+    told = "".join(capsys.readouterr().err.split())
+    assert "".join(said.split()) in told and "model.layers." in told and "issaved:thesamecommandgoeson" in told
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    assert run(arguments(model, data, out, "--max-steps", "9", "--states", "disk")) == 0
+    assert [row["step"] for row in metrics(out)] == list(range(1, 10))
+
+
 def test_held_out_data_is_evaluated_now_and_then_and_changes_nothing(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

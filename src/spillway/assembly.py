@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,9 @@ from spillway.plan.request import PlanRequest, space_of
 from spillway.planner import Planner, make_budget
 from spillway.report.progress import Reporter
 from spillway.runtime.device import Device, open_device
+from spillway.runtime.room import finding_room
 from spillway.runtime.session import Session
-from spillway.runtime.unit import streams
+from spillway.runtime.unit import is_streamed
 from spillway.spec.errors import UsageError
 from spillway.spec.hardware import Budget
 from spillway.spec.plan import Plan
@@ -105,7 +106,7 @@ def check_fresh(model: nn.Module) -> None:
                 f"{name} has a hook on its gradient, which would not be called: gradients of a model that streams are "
                 f"summed unit by unit; freeze a part of it instead, or scale the loss"
             )
-    streaming = (name or type(model).__name__ for name, module in model.named_modules() if streams(module))
+    streaming = (name or type(model).__name__ for name, module in model.named_modules() if is_streamed(module))
     part = next(streaming, None)
     if part is not None and model not in _prepared and model not in _closed:
         raise UsageError(
@@ -136,7 +137,11 @@ def assemble(
     space_of(request)
     origins = Origins(model, _copies(model))
     points = SavedPoints(
-        paths[0] if paths else None, units, request.keep.last, buffers=lambda: persistent_buffers(model)
+        paths[0] if paths else None,
+        units,
+        compute.torch_device,
+        request.keep.last,
+        buffers=lambda: persistent_buffers(model),
     )
     geometry = place_store(points, paths, resume, reporter.counting)
     budget = make_budget(
@@ -148,7 +153,7 @@ def assemble(
     planner = Planner(compute, units, geometry, budget, request, form)
     cores = psutil.cpu_count(logical=True) or 1
     threads = cores if compute.kind == "cpu" else max(cores - 2, 1)  # a GPU wants to be fed
-    _move_buffers(model, compute)  # may fail, and the model is the user's until the next line
+    buffers_back = _move_buffers(model, compute)
     session = Session(model, units, compute, planner, store, request.accumulation, micro_batch, threads)
     parts = Prepared(
         session,
@@ -163,7 +168,7 @@ def assemble(
     store.on_open = lambda opened, plan: _fill(opened, plan, parts)
     _prepared[model] = parts
     try:
-        session.on_undo.append(guard(model, session.drop_gradients))
+        session.on_undo += [buffers_back, guard(model, session.drop_gradients)]
         adapt_parts(model, session, label_smoothing)
     except BaseException:
         give_back(model)
@@ -210,11 +215,28 @@ def give_back(model: nn.Module) -> None:
         _prepared.pop(model, None)
 
 
-def _move_buffers(model: nn.Module, device: Device) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device.torch_device)
+def _move_buffers(model: nn.Module, device: Device) -> Callable[[], None]:
+    """Put them where units compute. What is returned puts them back, as does a failure: the model is the user's until
+    it streams."""
+    own = [
+        (module._buffers, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.device != device.torch_device
+    ]
+
+    def back() -> None:
+        for buffers, name, buffer in own:
+            buffers[name] = buffer
+
+    try:
+        with finding_room("the buffers of the model"):
+            for buffers, name, buffer in own:
+                buffers[name] = buffer.to(device.torch_device)
+    except BaseException:
+        back()
+        raise
+    return back
 
 
 def _copies(model: nn.Module) -> dict[int, nn.Parameter]:

@@ -12,7 +12,7 @@ from spillway.plan.make import make_plan
 from spillway.plan.request import PlanRequest
 from spillway.runtime.device import Device
 from spillway.spec.errors import BudgetWarning, UsageError
-from spillway.spec.hardware import DEVICE_SHARE, HOST_SHARE, Budget, HardwareSpec, device_bytes
+from spillway.spec.hardware import DEVICE_SHARE, Budget, HardwareSpec, asks_too_much, device_bytes, host_bytes
 from spillway.spec.model import ModelProfile
 from spillway.spec.plan import Plan, TierPeaks
 from spillway.spec.sizes import format_size, parse_size
@@ -36,22 +36,18 @@ def make_budget(
     """Bytes of each tier that may be used: what the user gave, otherwise most of what is free. `counted_bytes`
     of the process are weights that will have moved into the store."""
     process = max(process_bytes() - counted_bytes, 0) + PROCESS_RESERVE
-    host = _size(host_memory, "host_memory")
-    most = free_host_bytes() + process_bytes()
-    if host is None:
-        host = int(HOST_SHARE * most)
-    elif host > 1.05 * most:
+    given, most = _size(host_memory, "host_memory"), free_host_bytes() + process_bytes()
+    host = host_bytes(most, given)
+    if given is not None and asks_too_much(most, given):
         warnings.warn(
-            f"host_memory is {format_size(host)} and {format_size(most)} are free on this machine: "
-            f"{format_size(0.95 * most)} are used",
+            f"host_memory is {format_size(given)} and {format_size(most)} are free on this machine: "
+            f"{format_size(host)} are used",
             BudgetWarning,
             stacklevel=3,
         )
-        host = int(0.95 * most)
-    host = min(host, most)
     have_device, free = _size(device_memory, "device_memory"), device.free_bytes()
     if free is None:
-        have_device = host if have_device is None else have_device
+        have_device = host if have_device is None else min(have_device, host)
     else:
         usable = int(DEVICE_SHARE * free)
         if have_device is not None and have_device > usable:

@@ -20,6 +20,7 @@ import models
 import spillway
 from spillway.api import read_parameters
 from spillway.assembly import prepared
+from spillway.checkpoint import generators
 from spillway.checkpoint import points as points_module
 from spillway.spec.errors import DamageError, DiskError, SpillwayError, StoreMoves, UsageError
 from spillway.spec.plan import IN_PLACE, KeepPoints
@@ -349,6 +350,16 @@ def test_random_numbers_go_on_from_the_saved_point(tmp_path: Path) -> None:
     spillway.close(run.model)
     drawn()
     spillway.close(Run(tmp_path, resume=True).model)
+    assert drawn() == expected
+
+
+def test_a_run_that_goes_on_without_its_gpu_does_not_ask_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = torch.device("cpu")
+    saved = {**generators.states(here), "cuda": "00" * 16}
+    expected = drawn()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: pytest.fail("a GPU was opened"))
+    generators.go_on_from(saved, here)
     assert drawn() == expected
 
 

@@ -20,7 +20,6 @@ import spillway
 from spillway.api import close, read_parameters, save_point
 from spillway.assembly import prepared
 from spillway.checkpoint import points
-from spillway.runtime.device import CpuDevice
 from spillway.runtime.lanes import LaneWorker
 from spillway.spec.errors import DiskError, UsageError
 from spillway.spec.plan import Op
@@ -468,12 +467,12 @@ def test_the_heap_is_given_back_before_what_would_pass_the_peak(
         is_after, given_back[1:] = len(given_back) > 1, []
         return given_back[0] if is_after else taken
 
-    def trim(_: CpuDevice) -> None:
+    def trim() -> None:
         trims.append(1)
         given_back.append(0)
 
-    monkeypatch.setattr("spillway.runtime.engine.process_bytes", process_bytes)
-    monkeypatch.setattr(CpuDevice, "trim", trim)
+    monkeypatch.setattr("spillway.runtime.device.process_bytes", process_bytes)
+    monkeypatch.setattr("spillway.runtime.device.trim_heap", trim)
     step(model, optimizer, 1)
     close(model)
     if not helps:

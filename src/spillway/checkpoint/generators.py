@@ -9,9 +9,9 @@ import torch
 from spillway.runtime.calls import RngState, rng_state, set_rng_state
 
 
-def states() -> dict[str, str]:
-    """Of each generator."""
-    now = rng_state(_device())
+def states(device: torch.device) -> dict[str, str]:
+    """Of each generator; of PyTorch's those of the CPU and of the device that units compute on."""
+    now = rng_state(device)
     found = {"cpu": _hex(now.cpu), "python": json.dumps(now.python)}
     if now.device is not None:
         found["cuda"] = _hex(now.device)
@@ -20,18 +20,14 @@ def states() -> dict[str, str]:
     return found
 
 
-def go_on_from(found: dict[str, str]) -> None:
-    """What `states` gave, here or in an earlier release; generators that one of them does not have are left alone."""
-    device = torch.device("cuda" if "cuda" in found and torch.cuda.is_available() else "cpu")
+def go_on_from(found: dict[str, str], device: torch.device) -> None:
+    """What `states` gave, here or in an earlier release, perhaps with another device; generators that one of them does
+    not have are left alone."""
     now = rng_state(device)
-    on_device = _state(found["cuda"]) if device.type == "cuda" else None
+    on_device = _state(found["cuda"]) if device.type == "cuda" and "cuda" in found else None
     python = _python(found["python"]) if "python" in found else now.python
     numpy = json.loads(found["numpy"]) if now.numpy is not None and "numpy" in found else now.numpy
     set_rng_state(device, RngState(_state(found["cpu"]), on_device, python, numpy))
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
 
 
 def _python(text: str) -> tuple[Any, ...]:

@@ -40,7 +40,7 @@ def load_weights(
             has_more = False
             for place in layout.places:
                 has_more |= _fill(layout, place, source, start, weight, below)
-            store.homes.write_component(index, "weight", start, weight, all_extents=True)
+            store.homes.write_component(index, "weight", start, weight)
             if has_more:
                 _put_below(store, index, layout, start, size, below)
             progress(size)
@@ -62,7 +62,7 @@ def _put_below(store: PlacedStore, index: int, layout: UnitLayout, start: int, s
     else:
         return
     if at < part.num_bytes:
-        store.homes.write_component(index, part.name, at, found[: part.num_bytes - at], all_extents=True)
+        store.homes.write_component(index, part.name, at, found[: part.num_bytes - at])
 
 
 def _fill(

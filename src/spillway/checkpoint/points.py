@@ -12,6 +12,7 @@ from spillway.checkpoint import generators
 from spillway.checkpoint.saved import SavedPoint, compare, expected_checks
 from spillway.checkpoint.usable import fingerprint, usable
 from spillway.model.units import Unit
+from spillway.spec.defaults import nothing
 from spillway.spec.errors import DamageError, DiskError, UsageError, required
 from spillway.spec.sizes import PAGE, align
 from spillway.store.checks import ExtentChecks
@@ -31,10 +32,6 @@ from spillway.store.snapshot import Snapshot, num_resting_bytes
 _WINDOW_BYTES = 64 << 20
 
 
-def _untold(num_bytes: int) -> None:
-    """Nobody watches how far it has come."""
-
-
 @dataclass(slots=True)
 class SavedPoints:
     """Commits the state of training to the manifests of a store, and restores it.
@@ -46,6 +43,7 @@ class SavedPoints:
 
     directory: Path | None
     units: tuple[Unit, ...]
+    device: torch.device  # whose random numbers are saved, besides those of the CPU
     keep_last: int = 1
     found: tuple[Manifest, ...] = ()  # the newest first
     run: dict[str, str] = field(default_factory=dict)  # what the training loop wants back, as JSON texts
@@ -169,7 +167,7 @@ class SavedPoints:
         if point is not None:
             self._commit(store, point, _current(store))
 
-    def save(self, store: PlacedStore, step: int, progress: Callable[[int], None] = _untold) -> None:
+    def save(self, store: PlacedStore, step: int, progress: Callable[[int], None] = nothing) -> None:
         """Make the end of this step a saved point, also where states rest in memory. `progress` is called with bytes
         written."""
         self.save_behind(store, step, progress)
@@ -182,7 +180,7 @@ class SavedPoints:
     def _is_new(self, store: PlacedStore, step: int) -> bool:
         return self.can_save(store) and step != self.saved_step
 
-    def save_behind(self, store: PlacedStore, step: int, progress: Callable[[int], None] = _untold) -> None:
+    def save_behind(self, store: PlacedStore, step: int, progress: Callable[[int], None] = nothing) -> None:
         """As `save`, but written while the next step runs; committed by that step's end, or by `settle`."""
         self.settle(store)
         if not self._is_new(store, step):
@@ -275,7 +273,7 @@ class SavedPoints:
     def set_random_state(self) -> None:
         """Random numbers go on from those of the saved point. `restore` does so by itself; a training loop that draws
         some before, to choose its data, does it earlier."""
-        generators.go_on_from(self.found[0].rng)
+        generators.go_on_from(self.found[0].rng, self.device)
         self.has_set_random_state = True
 
     def step_over_short(self, geometry: Geometry) -> None:
@@ -309,7 +307,9 @@ class SavedPoints:
         return _Point(step, self.before or self._surroundings(), {**self.run, **self.at_step()})
 
     def _surroundings(self) -> "_Surroundings":
-        return _Surroundings(generators.states(), {name: to_text(tensor) for name, tensor in self.buffers().items()})
+        return _Surroundings(
+            generators.states(self.device), {name: to_text(tensor) for name, tensor in self.buffers().items()}
+        )
 
     def _manifest(self, store: PlacedStore, point: "_Point", states: tuple["_State", ...]) -> Manifest:
         units = tuple(

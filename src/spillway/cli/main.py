@@ -1,5 +1,6 @@
 """The `spillway` command and its exit codes."""
 
+import errno
 import json
 import sys
 from contextlib import suppress
@@ -79,9 +80,18 @@ def run(arguments: list[str]) -> int:
         return _fail(STOPPED if arguments[:1] == ["train"] else "stopped", CODE, arguments)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{where}{error.strerror or error}: free some space or choose another place", 5, arguments)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "free some space or choose another place" if full else "look at that place, or choose another"
+        return _fail(f"{where}{error.strerror or error}: {what}", 5, arguments)
     except MemoryError:
         return _fail("there is not enough host memory: give a smaller --host-memory", 4, arguments)
+    except RuntimeError as error:
+        from spillway.runtime.room import as_memory_error  # imports torch
+
+        told = as_memory_error(error, "a step")
+        if told is None:
+            raise
+        return _fail(str(told), told.exit_code, arguments)
 
 
 def _fail(message: str, code: int, arguments: list[str]) -> int:

@@ -76,7 +76,7 @@ class Batches:
         # Of two packed rows that are still open, one is more than half full.
         most = 2 * total // self._max_length + 1 if self._packing else len(order)
         rows = min(self._rows, len(order), most)
-        return self._collate([row] * rows, self._row_length(min(total, max(self._max_length, self._lengths[-1]))))
+        return self._collate([row] * rows, self._row_length(min(total, self._max_length)))
 
     def _epoch(self, epoch: int) -> list[list[list[int]]]:
         if self._drawn is None or self._drawn[0] != epoch:
@@ -115,7 +115,7 @@ class Batches:
         return self._row_length(max(int(self._lengths[row].sum()) for row in batch))
 
     def _row_length(self, tokens: int) -> int:
-        return min(align(tokens, _LENGTH_MULTIPLE), max(self._max_length, tokens))
+        return min(align(tokens, _LENGTH_MULTIPLE), self._max_length)
 
     def _collate(self, batch: list[list[int]], length: int) -> dict[str, torch.Tensor]:
         ids = np.full((len(batch), length), self._pad_id, np.int64)

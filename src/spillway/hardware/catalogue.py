@@ -66,8 +66,17 @@ GPUS = {
         Gpu("a100-40", 40 << 30, 312 * _T, 4, 0, "NVIDIA A100 datasheet", 1555 * _GB, 19.5 * _T),
         Gpu("a100-80", 80 << 30, 312 * _T, 4, 14177, "NVIDIA A100 datasheet; price as in Fuyou", 1935 * _GB, 19.5 * _T),
         Gpu("h100", 80 << 30, 989 * _T, 5, 0, "NVIDIA H100 SXM datasheet", 3350 * _GB, 67 * _T),
-        Gpu("h200", 141 * _GB, 989 * _T, 5, 0, "NVIDIA H200 datasheet", 4800 * _GB, 67 * _T),
-        Gpu("b200", 180 * _GB, 2250 * _T, 5, 0, "NVIDIA HGX B200 datasheet", 8000 * _GB, 75 * _T),
+        Gpu("h200", 139 << 30, 989 * _T, 5, 0, "NVIDIA H200 datasheet; memory as of CUDA", 4800 * _GB, 67 * _T),
+        Gpu(
+            "b200",
+            178 << 30,
+            2250 * _T,
+            5,
+            0,
+            "NVIDIA HGX B200 datasheet; memory as of CUDA",
+            8000 * _GB,
+            75 * _T,
+        ),
     )
 }
 # Makers' sequential figures: a consumer drive writes slower once its cache is full, so probe a real one.

@@ -115,7 +115,7 @@ class Fetches:
                 return False
             self._updates.catch_up(load.unit)
             size, renewed = self._model.units[load.unit].weight_bytes, self._updates.renewed(load.unit)
-            lease, source = f"w{load.unit}.{load.number}", self._updates.newest(load.unit)
+            lease, source = f"w{load.unit}.{load.number}", self._updates.newest
             load.read = self._build.add(
                 "READ", "read", load.unit, "weight", size, [renewed], ((pool, lease),), (), source, lease
             )

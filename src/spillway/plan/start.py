@@ -137,7 +137,7 @@ class Start:
             yield self._lowest(update, window, subgroup, slabs, far)
 
     def _subgroups(self) -> Iterator[tuple[int, int]]:
-        most = self._space.policy.state_slabs  # more than these come of what memory is left (plan.fill)
+        most = self._space.policy.state_slabs  # more than these come of what memory is left (plan/spare.py)
         for size, slabs in _LARGE_SUBGROUPS:
             if size * slabs * self._model.update_bytes <= _LARGE_SHARE * self._budget.host_bytes:
                 yield size, min(slabs, most)

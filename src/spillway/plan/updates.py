@@ -98,8 +98,9 @@ class Updates:
         """The operation after which this round's weights of the unit may be fetched; None where they are at rest."""
         return self._renewed.get(unit)
 
-    def newest(self, unit: int) -> str:
-        """Which of its places on disk they are fetched from."""
+    @property
+    def newest(self) -> str:
+        """Which place on disk weights are fetched from."""
         return WRITTEN if self._round.due else HOME
 
     def read_ahead(self, share: float) -> None:

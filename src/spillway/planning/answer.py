@@ -13,7 +13,7 @@ from spillway.optim.config import NAMED
 from spillway.planning.figures import report_on
 from spillway.planning.question import FIRST_DRIVE, OwnModel, Question, ask, asked, with_drives
 from spillway.report.progress import Reporter
-from spillway.runtime.unit import streams
+from spillway.runtime.unit import is_streamed
 from spillway.spec.answers import Help, PlanReport
 from spillway.spec.errors import UsageError
 from spillway.spec.hardware import DEVICE_RESERVE
@@ -50,7 +50,7 @@ def predict(
     stores = _several(options.pop("store", ())) or (".",)
     own = None
     if isinstance(model, nn.Module):
-        if any(map(streams, model.modules())):
+        if any(map(is_streamed, model.modules())):
             raise UsageError("the model streams already: ask predict before prepare, or of another of its kind")
         if example is None:
             raise UsageError("a module is planned with an example: predict(model, example={...}) of one forward")

@@ -13,6 +13,7 @@ from spillway.model.units import find_units
 from spillway.runtime.device import CpuDevice
 from spillway.runtime.forwards import Batch
 from spillway.runtime.session import Session
+from spillway.spec.defaults import nothing
 from spillway.spec.errors import InvariantError, UsageError
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
@@ -38,7 +39,7 @@ class ModelProfiler:
         self._name = type(model).__name__
         self._units = find_units(model)
         layouts = [unit.layout for unit in self._units]
-        store = PlacedStore(layouts, None, Budget(0, 0, 0, 0), lambda size: torch.empty(0), lambda _: _nothing, ())
+        store = PlacedStore(layouts, None, Budget(0, 0, 0, 0), lambda size: torch.empty(0), lambda _: nothing, ())
         session = Session(model, self._units, CpuDevice(kind), _no_plan, store, 1, None, 1)
         adapt_parts(model, session)
         session.engine.close()
@@ -75,7 +76,3 @@ class ModelProfiler:
 
 def _no_plan(profile: ModelProfile, is_open: bool) -> Plan:
     raise InvariantError("a model that is only profiled was to be planned")
-
-
-def _nothing() -> None:
-    """Nothing was pinned."""

@@ -37,7 +37,7 @@ from spillway.planning.profiler import ModelProfiler
 from spillway.report.progress import Reporter
 from spillway.rows import RowMaker
 from spillway.spec.errors import UsageError
-from spillway.spec.hardware import HOST_SHARE, UPDATE_BYTES, Budget, HardwareSpec, device_bytes
+from spillway.spec.hardware import UPDATE_BYTES, Budget, HardwareSpec, device_bytes, host_bytes
 from spillway.spec.machine import Drive, Machine, striped
 from spillway.spec.model import ModelProfile
 from spillway.spec.options import TrainOptions
@@ -117,7 +117,7 @@ class Question:
 
         options = self.options
         host, device, disk = given(options.host_memory), given(options.device_memory), given(options.disk_memory)
-        host = int(HOST_SHARE * machine.host_bytes) if host is None else min(host, machine.host_bytes)
+        host = host_bytes(machine.host_bytes, host)
         if machine.hardware.device == "cpu":
             device = host if device is None else min(device, host)
         else:

@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 
 from spillway.hardware.block import Block
-from spillway.hardware.limits import trim_heap
+from spillway.hardware.limits import process_bytes, trim_heap
 from spillway.hardware.present import refuse_missing
+from spillway.runtime.room import finding_room
 from spillway.spec.options import check_device
 from spillway.spec.sizes import PAGE, format_size
 
@@ -62,8 +63,9 @@ class Device(Protocol):
     def peak_bytes(self) -> int:
         """Most bytes the process has held on the device; 0 where that is host memory and counted there."""
 
-    def trim(self) -> None:
-        """Give back host memory that was freed by what computed and is still held."""
+    def make_room(self, work: int, most: int) -> None:
+        """Before a call that takes `work` bytes: where host memory might pass `most` by it, give back what was freed by
+        others and is still held."""
 
 
 class CpuDevice:
@@ -74,6 +76,7 @@ class CpuDevice:
     def __init__(self, kind: str = "cpu") -> None:
         """`kind`: where steps are only looked at, that of the device which will compute them."""
         self.kind = kind
+        self._trimmed = 0  # bytes that the process took when the heap was last given back
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A uint8 buffer of whole pages: what rests there is written to the drives from where it is."""
@@ -123,9 +126,14 @@ class CpuDevice:
         """Counted as host memory."""
         return 0
 
-    def trim(self) -> None:
-        """The holes in the heap."""
-        trim_heap()
+    def make_room(self, work: int, most: int) -> None:
+        """What earlier calls have freed lies scattered in the heap, and tensors that fit nowhere in it come on top.
+        Giving it back is not free (what is needed again comes page by page), so it is done where as much may be had by
+        it as the call takes."""
+        taken = process_bytes()
+        if taken + work > most and taken - self._trimmed > work:
+            trim_heap()
+            self._trimmed = process_bytes()
 
 
 def _in_turn(_: int) -> AbstractContextManager[None]:
@@ -140,7 +148,7 @@ _CHUNK_BYTES = 16 << 20
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, whichever the user has made current
 
 
-STREAM_LANES = ("upload", "download", "update", "device")
+STREAM_LANES = ("upload", "download", "device")
 
 
 class CudaDevice:
@@ -159,9 +167,10 @@ class CudaDevice:
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A uint8 buffer on the GPU. Not cut out of what is kept of others: that could not be given back then, and the
-        budget would be overrun."""
+        budget would be overrun. Raises DeviceMemoryError."""
         torch.cuda.empty_cache()
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        with finding_room(f"a buffer of {format_size(num_bytes)} that the plan asks for"):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def pin(self, buffer: torch.Tensor) -> Callable[[], None]:
         """Register the pages with the driver, once and at their exact size. Where it refuses (a limit on locked memory)
@@ -202,10 +211,13 @@ class CudaDevice:
                 else:
                     self._copy_through_ring(lane, stream, target, source)
 
+    def lane(self, lane: str) -> AbstractContextManager[None]:
+        """Operators inside run on the lane's stream, and are over at its end, however it ends. The lane `update` works
+        on host memory."""
+        return self._on_stream(self._streams[lane]) if lane in self._streams else nullcontext()
+
     @contextmanager
-    def lane(self, lane: str) -> Iterator[None]:
-        """Operators inside run on the lane's stream, and are over at its end, however it ends."""
-        stream = self._streams[lane]
+    def _on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
         try:
             with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):  # the thread may have another one
                 yield
@@ -320,7 +332,7 @@ class CudaDevice:
         some hundred MB that are gone before anything is planned."""
         return torch.cuda.max_memory_reserved(self.torch_device)
 
-    def trim(self) -> None:
+    def make_room(self, work: int, most: int) -> None:
         """Nothing that computes is in host memory."""
 
 

@@ -6,14 +6,16 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from spillway.hardware.limits import process_bytes, trim_heap
+from spillway.hardware.limits import trim_heap
 from spillway.model.binding import bound
 from spillway.model.units import Unit
 from spillway.runtime.device import Device
 from spillway.runtime.executor import Executor
 from spillway.runtime.lanes import LaneWorker, StepState
+from spillway.runtime.room import finding_room
 from spillway.runtime.schedules import Schedule
 from spillway.runtime.window import Gradients, leaves, sums_of
+from spillway.spec.defaults import nothing
 from spillway.spec.errors import UsageError, invariant, required
 from spillway.spec.plan import HOME, Op
 from spillway.store.arena import SlabPools
@@ -39,7 +41,7 @@ class Engine:
         self.device = device
         self.store = store
         self.segments: list[list[tuple[int, int, int]]] = []
-        self.on_rest: Callable[[], None] = _nothing
+        self.on_rest: Callable[[], None] = nothing
         self.schedule: Schedule | None = None  # in force
         self._laid: Schedule | None = None  # whose slabs the arena is cut into
         self._placeholders = placeholders
@@ -47,7 +49,6 @@ class Engine:
         self._worker: LaneWorker | None = None
         self._executor: Executor | None = None
         self._works: dict[int, int] = {}  # bytes that a call of a unit takes at most while it is computed
-        self._trimmed = 0  # bytes that the process took when the heap was last given back
         self._closed = False
 
     @property
@@ -160,7 +161,7 @@ class Engine:
     def computing(self, op: Op) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor], Gradients | None]]:
         """One compute operation: its unit is in its slot and bound (both are given), in backward with where its
         gradients go; afterwards the slot is free for the next."""
-        self._make_room(op)
+        self.device.make_room(self._works.get(op.unit, 0), self.in_force.plan.peaks.host)
         begun = self.executor.begin_compute(op)
         gradients = self._open_gradients(op) if op.kind == "BACKWARD" and op.target else None
         unit, home = self.units[op.unit], self.store.homes.units[op.unit].device_weight
@@ -172,21 +173,12 @@ class Engine:
         if gradients is not None:
             for name, leaf in views.items():
                 gradients.collect(name, leaf)
-        with bound(unit, views, self._placeholders):
+        with finding_room(unit.name), bound(unit, views, self._placeholders):
             yield slot, views, gradients
         sums.clear()
         if gradients is not None:
             gradients.finish()
         self.executor.end_compute(op, begun)
-
-    def _make_room(self, op: Op) -> None:
-        """Before a call which might pass the plan's peak: what earlier ones have freed lies scattered in the heap, and
-        tensors that fit nowhere in it come on top. Giving it back is not free (what is needed again comes page by
-        page), so it is done where as much may be had by it as the call takes."""
-        work, taken = self._works.get(op.unit, 0), process_bytes()
-        if taken + work > self.in_force.plan.peaks.host and taken - self._trimmed > work:
-            self.device.trim()
-            self._trimmed = process_bytes()
 
     def _open_gradients(self, op: Op) -> Gradients:
         """Where the unit's gradients are summed: fresh at the first call of this backward, or, where they stay on the
@@ -209,7 +201,3 @@ class Engine:
         """The optimizer step they belong to is over, or was given up."""
         for home in self.store.homes.units:
             home.has_grad = False
-
-
-def _nothing() -> None:
-    """Nobody waits for it."""

@@ -10,6 +10,7 @@ from spillway.optim.clip import Clipping
 from spillway.optim.update import Hyper, StateRange, laid_in, sum_squares, update_range
 from spillway.runtime.device import Device
 from spillway.runtime.held import Outgoing
+from spillway.spec.defaults import nothing
 from spillway.spec.errors import InvariantError, NonFinite, required
 from spillway.spec.plan import HOME, WRITTEN, Op
 from spillway.store.arena import SlabPools
@@ -95,7 +96,7 @@ class LaneWorker:
         self._accumulates = accumulates
         self.pools: SlabPools | None = None
         self.step = StepState()
-        self.on_rest: Callable[[], None] = _nothing  # called when the late updates of a step are at rest
+        self.on_rest: Callable[[], None] = nothing  # called when the late updates of a step are at rest
 
     def __call__(self, op: Op) -> None:
         """Run one operation of a thread lane."""
@@ -331,9 +332,9 @@ class LaneWorker:
         due = self.step.late if op.late else self.step.own
         if self._skips(op) or due is None or op.unit not in due.units:
             return
-        part, grads = SlabRange(home, op.start, op.stop), self._grad_at(op, home)
+        part = SlabRange(home, op.start, op.stop)
         there = laid_in(part.blank(), self._buffer(op.target)).grad
-        self._device.copy("upload", [(there, part.grad(grads, grads))])
+        self._device.copy("upload", [(there, part.grad(self._grad_at(op, home)))])
 
     def _update_visitor(self, op: Op, home: UnitHome, due: Due) -> None:
         if self._may_change(op, due, SlabRange(home, op.start, op.stop).is_written) and op.unit in due.units:
@@ -395,7 +396,3 @@ class LaneWorker:
         if op.late:
             self.step.at_rest = True
             self.on_rest()
-
-
-def _nothing() -> None:
-    """Nobody waits for it."""

@@ -30,10 +30,12 @@ from spillway.runtime.interrupts import uninterrupted
 from spillway.runtime.laid_out import LaidOut
 from spillway.runtime.lanes import Due, StepState
 from spillway.runtime.rest import Rest
+from spillway.runtime.room import finding_room
 from spillway.runtime.rounds import Rounds
 from spillway.runtime.schedules import Planner, Schedule, Schedules
 from spillway.runtime.unit import SideOutputs, returned_alone, run_in_step, stand_down, stand_in
 from spillway.runtime.window import Gradients, bind_residents, unbind_residents, weight_views
+from spillway.spec.defaults import nothing
 from spillway.spec.errors import UsageError, required
 from spillway.spec.trace import StepResult
 from spillway.store.placed import PlacedStore
@@ -78,7 +80,7 @@ class Session:
         self._loss_scale = LossScale()
         self.side_outputs: SideOutputs = returned_alone
         self.on_undo: list[Callable[[], None]] = []
-        self.on_begin: Callable[[], None] = _nothing  # of the first forward of a step
+        self.on_begin: Callable[[], None] = nothing  # of the first forward of a step
         self.forwards = Forwards(
             model, units, device, self.placeholders, self._at_rest, self._on_demand, lambda: self.engine.is_running
         )
@@ -329,7 +331,7 @@ class Session:
             self.rest.refuse_half_done()
         with self._experts.fetched(unit, self._in_step) as slot:
             views = weight_views(self.units[unit], slot)
-            with bound(self.units[unit], views, self.placeholders):
+            with finding_room(self.units[unit].name), bound(self.units[unit], views, self.placeholders):
                 yield slot, views
 
     # Called by the unit function #
@@ -451,10 +453,6 @@ class Session:
         # Only now: a step that failed is given up by `settle`.
         self._phase = Phase.NONE
         self.rounds.end()
-
-
-def _nothing() -> None:
-    """Nobody wants to know."""
 
 
 def _is_called_within(model: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from spillway.runtime.calls import (
     run_kept_backward,
 )
 from spillway.runtime.written import writes_returned
+from spillway.spec.defaults import as_it_is
 from spillway.spec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,11 +37,7 @@ SideOutputs = Callable[[Callable[..., Any]], tuple[Callable[..., Any], Callable[
 
 def returned_alone(original: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
     """The SideOutputs of a unit that gives nothing else."""
-    return original, _as_it_is
-
-
-def _as_it_is(result: Any) -> Any:
-    return result
+    return original, as_it_is
 
 
 class UnitForward:
@@ -72,7 +69,7 @@ def stand_in(session: "Session", units: tuple[Unit, ...], placeholders: dict[str
                 module._compiled_call_impl = UnitForward(session, index, path, module._compiled_call_impl)
 
 
-def streams(module: nn.Module) -> bool:
+def is_streamed(module: nn.Module) -> bool:
     """Whether something stands in the place of its forward."""
     return any(isinstance(found, UnitForward) for found in (vars(module).get("forward"), module._compiled_call_impl))
 
@@ -122,7 +119,7 @@ def _run_frozen(session: "Session", index: int, call: FlatCall, shape: CallShape
             f"{call.name} was given a tensor that requires a gradient, but in earlier batches none did: let the first "
             f"batch exercise everything that is trained"
         )
-    streams = session.forks.streams(index)
+    streams = min(session.forks.streams(index), shape.chunks)
     with session.forward_of(index) as (slot, weights):
         found, spec, _ = run_forward(call, shape, tensors, session.device, streams, slot, weights.values(), None, None)
     return tree_unflatten([tensors[leaf.index] if isinstance(leaf, PassedThrough) else leaf for leaf in found], spec)
@@ -150,7 +147,7 @@ class _UnitFunction(torch.autograd.Function):
             tensor.detach().requires_grad_(need) if need else tensor
             for tensor, need in zip(tensors, needs_grad, strict=True)
         ]
-        streams = session.forks.streams(index)
+        streams = min(session.forks.streams(index), shape.chunks)
         with session.forward_of(index) as (slot, weights):
             graph = session.activations.new_graph(index, call, marked, slot, weights)
             tape = session.activations.new_tape(index, call)

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node, tree_map
 
+from spillway.spec.defaults import as_it_is
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Container = list[Any] | dict[Any, Any] | UserDict[Any, Any]
 
@@ -22,7 +24,7 @@ def writes_returned(
     changes) is written as ever."""
     containers = list(_containers(arguments))
     if not containers or len({id(container) for container in containers}) < len(containers):
-        return function, arguments, _as_it_is
+        return function, arguments, as_it_is
 
     @wraps(function)
     def returning(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
@@ -38,11 +40,7 @@ def writes_returned(
                 _fill(container, content)
         return result
 
-    return returning, tree_map(_as_it_is, arguments), hand_on
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
+    return returning, tree_map(as_it_is, arguments), hand_on
 
 
 def _containers(arguments: Arguments) -> Iterator[Container]:

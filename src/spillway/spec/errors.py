@@ -35,9 +35,17 @@ class PlanInfeasible(SpillwayError):
 
 
 class HostMemoryError(SpillwayError):
-    """A host allocation would go over the host budget; the message names its owner."""
+    """A host allocation would go over the host budget, or the machine has no room for it; the message names its
+    owner."""
 
     exit_code = 4
+
+
+class DeviceMemoryError(SpillwayError):
+    """The GPU has less memory than the plan was promised, or a call takes more; the message names what found no
+    room."""
+
+    exit_code = 3
 
 
 class DiskError(SpillwayError, OSError):

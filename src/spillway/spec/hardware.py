@@ -3,14 +3,29 @@
 import math
 from dataclasses import dataclass
 
-# Of what is free, where the user says nothing.
+# Of what is free, where the user says nothing; of the host, where more is asked for than is free, by more than it
+# moves from moment to moment.
 HOST_SHARE = 0.9
+HOST_MOST = 0.95
+_ABOUT = 1.05
 DEVICE_SHARE = 0.95
 # Workspaces of matrix products, one for each thread that computes, kernels that are loaded when first used, and what an
 # update there takes besides its states (144 MiB).
 DEVICE_RESERVE = 400 << 20
 # That an exact AdamW reads and writes of a parameter: gradient, both halves of the weight, m and v.
 UPDATE_BYTES = 26
+
+
+def host_bytes(free: int, given: int | None) -> int:
+    """What a plan may take of the host, of which so much is free or this process's, and so much was given."""
+    if given is None:
+        return int(HOST_SHARE * free)
+    return int(HOST_MOST * free) if asks_too_much(free, given) else min(given, free)
+
+
+def asks_too_much(free: int, given: int) -> bool:
+    """Whether more was given of the host than there is."""
+    return given > _ABOUT * free
 
 
 def device_bytes(free: int, given: int | None) -> int:

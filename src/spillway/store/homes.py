@@ -7,6 +7,7 @@ import torch
 
 from spillway.native import DiskEngine
 from spillway.optim.update import StateRange
+from spillway.spec.defaults import nothing
 from spillway.spec.errors import DiskError, invariant, required
 from spillway.spec.plan import UnitPlacement
 from spillway.spec.sizes import PAGE, align
@@ -162,11 +163,11 @@ class SlabRange:
         """The sizes and types of `arrays`, without content."""
         return self._typed(lambda _, size: torch.empty(size, dtype=torch.uint8, device="meta"))
 
-    def grad(self, slab: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor:
-        """Of `arrays`, the gradient."""
+    def grad(self, source: torch.Tensor | None) -> torch.Tensor:
+        """Of `arrays`, the gradient. `source`: the slab that it passes through or, where it does not, the unit's whole
+        gradient."""
         size = self._bytes("grad", self._stop - self._start)
         at = self._places["grad"][0] if "grad" in self._places else self._bytes("grad", self._start)
-        source = slab if "grad" in self._places else grad
         source = required(source, "the gradient is neither at rest in memory nor in the slab")
         return source[at : at + size].view(self._home.layout.dtype)
 
@@ -204,9 +205,9 @@ class Homes:
         # A third one for the caller's thread: import, export and saved points do not disturb the lanes.
         self.own_engine = DiskEngine()
         # Called before a unit's state in memory changes; a saved point may still be written from it.
-        self.before_change: Callable[[int], None] = _nothing_waits
+        self.before_change: Callable[[int], None] = nothing
         # Called before the only copy on disk of a unit is overwritten; a saved point may name it.
-        self.before_overwrite: Callable[[], None] = _nothing_names_it
+        self.before_overwrite: Callable[[], None] = nothing
 
     @property
     def bytes_beside_arena(self) -> int:
@@ -316,8 +317,8 @@ class Homes:
         place = Extent(self.units[unit].extents[index].offset + part.offset + start, content.numel())
         self.need_disk().write_all(self.own_engine, [(place, content)])
 
-    def write_component(self, unit: int, name: str, start: int, content: torch.Tensor, all_extents: bool) -> None:
-        """Put whole pages of one array to rest, in memory and (`all_extents`: into every copy) on disk."""
+    def write_component(self, unit: int, name: str, start: int, content: torch.Tensor) -> None:
+        """Put whole pages of one array to rest, in memory and into every copy on disk."""
         home = self.units[unit]
         resting = home.weight if name == "weight" else (home.state or {}).get(name)
         if resting is not None:
@@ -327,7 +328,7 @@ class Homes:
         part = home.layout.component(name)
         if part is None or not home.extents:
             return
-        for index in range(len(home.extents)) if all_extents else (home.current,):
+        for index in range(len(home.extents)):
             self._write_checked(home, index, part.offset + start, content)
 
     def close(self) -> None:
@@ -336,11 +337,3 @@ class Homes:
             engine.close()
         if self.disk is not None:
             self.disk.close()
-
-
-def _nothing_waits(unit: int) -> None:
-    """No saved point is being written."""
-
-
-def _nothing_names_it() -> None:
-    """There is no saved point."""

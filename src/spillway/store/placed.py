@@ -9,6 +9,7 @@ import torch
 from spillway import native
 from spillway.plan.memory import extents_of_units, grads_at_home
 from spillway.plan.pools import SlabNames
+from spillway.spec.defaults import nothing
 from spillway.spec.errors import DiskError, UsageError, required
 from spillway.spec.hardware import Budget
 from spillway.spec.model import ModelProfile
@@ -46,8 +47,8 @@ class PlacedStore:
         self._budget = budget
         self._on_device = on_device
         self._pin = pin
-        self._unpin_slabs: Callable[[], None] = _nothing
-        self._unpin_residents: Callable[[], None] = _nothing
+        self._unpin_slabs: Callable[[], None] = nothing
+        self._unpin_residents: Callable[[], None] = nothing
         self._saved = saved
         self._points = [] if geometry is None else _points(geometry)
         self._arena: Arena | None = None
@@ -159,7 +160,7 @@ class PlacedStore:
         if self._homes is not None:
             self._homes.register(None)
         self._unpin_slabs()
-        self._unpin_slabs, self._fast_end = _nothing, 0
+        self._unpin_slabs, self._fast_end = nothing, 0
 
     def _free_slabs(self) -> None:
         self.pools, self._buffers, self._laid = None, {}, ()
@@ -240,7 +241,7 @@ class PlacedStore:
         """Give everything back."""
         self._make_slow()
         self._unpin_residents()
-        self._unpin_residents = _nothing
+        self._unpin_residents = nothing
         self.pools, self._buffers, self._device_buffers = None, {}, {}
         self._lone = self._lone_slot = None
         if self._homes is not None:
@@ -318,10 +319,6 @@ class PlacedStore:
         if where.weights == "disk" and not extents:
             raise DiskError(f"{owner} should rest on disk and there is no store path")
         return home
-
-
-def _nothing() -> None:
-    """Nothing is pinned."""
 
 
 def _points(geometry: Geometry) -> list[Path]:

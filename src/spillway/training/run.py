@@ -185,12 +185,15 @@ class _Run:
         training, progress, points = self._training, self._progress, self._points
         loss = training.model(**batch).loss
         value, trained = float(loss.detach()), int((batch["labels"] != IGNORED).sum())
-        scale = training.optimizer.loss_scale
-        if not math.isfinite(value) and (scale.at_floor or not scale.is_dynamic):  # otherwise too large a scale's
-            raise NonFinite(
-                f"the loss of step {progress.step + 1} is {value}; it changed nothing: lower --learning-rate, look at "
-                f"the data, or pass over such batches with --non-finite skip"
-            )
+        if not math.isfinite(value):
+            # Under a dynamic scale the step is dropped, as PyTorch's GradScaler does it, but not for ever: no scale
+            # mends a loss.
+            if training.optimizer.loss_scale.at_floor or progress.skipped_in_a_row + 1 >= _MOST_SKIPPED:
+                raise NonFinite(
+                    f"the loss of step {progress.step + 1} is {value}; it changed nothing: lower --learning-rate, look "
+                    f"at the data, or pass over such batches with --non-finite skip"
+                )
+            progress.skipped_in_a_row += 1
         last = {"epoch": position.epoch, "loss": value, "learning_rate": learning_rate, "trained_tokens": trained}
         before, after = points.run, training.batches.after(position)
         points.run = {
