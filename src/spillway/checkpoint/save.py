@@ -19,6 +19,7 @@ from spillway.optim.update import join_master
 from spillway.spec.errors import DiskError
 from spillway.spec.sizes import format_size
 from spillway.store.disk import available
+from spillway.store.layout import Component
 
 MAX_SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
@@ -51,7 +52,7 @@ class _Entry:
     begin: int
     end: int
     stored: torch.dtype  # as it is at rest
-    low_bytes: int = 0  # a bfloat16 weight: what its master has below it
+    below: Component | None = None  # of a 16-bit weight: what its master has beside it
     tensor: torch.Tensor | None = None
 
 
@@ -127,10 +128,6 @@ def _clear(directory: Path) -> None:
             left.unlink()
 
 
-# Where masters have what their 16-bit weights lack, by the bytes of an element.
-_BELOW = {1: ("low", torch.uint8), 2: ("low", torch.int16), 4: ("master", torch.float32)}
-
-
 def weights_bytes(units: tuple[Unit, ...], dtype: torch.dtype | None = None) -> int:
     """Bytes of all the shards together, headers aside."""
     return sum(entry.num_bytes for entry in _entries(units, dtype, {}))
@@ -141,13 +138,13 @@ def _entries(units: tuple[Unit, ...], dtype: torch.dtype | None, written_as: Wri
         below = next((part for part in unit.layout.components if part.name in ("low", "master")), None)
         for place in unit.layout.places:
             written = dtype if dtype is not None and place.dtype.is_floating_point else place.dtype
-            low_bytes = below.element_bytes if below is not None and place.trainable else 0
             begin, _ = unit.layout.byte_range(place)
             for name, shape in written_as.get(place.name, ((place.name, place.shape),)):
                 numel = math.prod(shape)
                 end = begin + numel * place.dtype.itemsize
                 size = numel * written.itemsize
-                yield _Entry(name, shape, written, size, index, begin, end, place.dtype, low_bytes)
+                beside = below if place.trainable else None
+                yield _Entry(name, shape, written, size, index, begin, end, place.dtype, beside)
                 begin = end
 
 
@@ -232,14 +229,13 @@ def _pieces(source: ByteSource, entry: _Entry) -> Iterator[torch.Tensor]:
     weights = source.stream(entry.unit, "weight", entry.begin, entry.end)
     if entry.dtype is entry.stored:
         yield from (piece for _, piece in weights)
-    elif entry.low_bytes:
-        size = entry.low_bytes
-        name, kind = _BELOW[size]
-        lows = source.stream(entry.unit, name, entry.begin // 2 * size, entry.end // 2 * size)
-        if name == "master":
-            yield from (piece.view(kind).to(entry.dtype).view(torch.uint8) for _, piece in lows)
+    elif entry.below is not None:
+        size, kind = entry.below.element_bytes, entry.below.dtype
+        beside = source.stream(entry.unit, entry.below.name, entry.begin // 2 * size, entry.end // 2 * size)
+        if entry.below.name == "master":
+            yield from (piece.view(kind).to(entry.dtype).view(torch.uint8) for _, piece in beside)
             return
-        for (_, weight), (_, low) in zip(weights, lows, strict=True):
+        for (_, weight), (_, low) in zip(weights, beside, strict=True):
             master = join_master(weight.view(torch.bfloat16), low.view(kind))
             yield master.to(entry.dtype).view(torch.uint8)
     else:

@@ -43,7 +43,15 @@ class Drives(NamedTuple):
 
 def link_rates(device: torch.device, num_bytes: int) -> Links:
     """Of copies of so many bytes between host memory, pinned where the device is a GPU, and the device."""
-    host = torch.ones(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")  # as the arena is
+    found = _link_rates(device, num_bytes)
+    give_back = getattr(torch.accelerator, "empty_host_cache", None)  # not in every version
+    if give_back is not None and device.type == "cuda":
+        give_back()  # pinned memory, which is kept for whoever wants some next
+    return found
+
+
+def _link_rates(device: torch.device, num_bytes: int) -> Links:
+    host = torch.ones(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     there = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     return Links(
         num_bytes / usual_seconds(lambda: _copy(there, host)),

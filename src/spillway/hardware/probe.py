@@ -179,20 +179,21 @@ def _quick(device: torch.device, dtype: torch.dtype, rows: int, hidden: int) -> 
 def _update_of(device: torch.device, form: StateFormat, elements: int) -> Callable[[], None]:
     """Updates so many parameters, with bfloat16 weights and gradients."""
     layout = lay_out([("probe", (elements,), torch.bfloat16, True)], form)
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
-    def made(name: str, kind: torch.dtype) -> torch.Tensor | None:
+    def made(name: str) -> torch.Tensor | None:
         part = layout.component(name)
-        return None if part is None else torch.zeros(part.num_bytes // kind.itemsize, dtype=kind, device=device)
+        if part is None:
+            return None
+        return torch.zeros(part.num_bytes // part.dtype.itemsize, dtype=part.dtype, device=device)
 
     arrays = StateRange(
         form,
         0,
         torch.zeros(elements, dtype=torch.bfloat16, device=device),
-        made("low", torch.int16 if form.low_bits == 16 else torch.uint8),
-        made("m", kinds[form.moments]),
-        made("v", kinds[form.moments]),
-        made("scales", torch.uint8),
+        made("low"),
+        made("m"),
+        made("v"),
+        made("scales"),
         torch.ones(elements, dtype=torch.bfloat16, device=device),
     )
     hyper = Hyper(1e-5, 0.9, 0.999, 1e-8, 0.0, 1)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-MOMENTS = {"float32": 4, "bfloat16": 2, "8bit": 1}  # bytes of an element
+MOMENTS = ("float32", "bfloat16", "8bit")
 CLIP_BY = ("norm", "unit", "value")  # what gradients are clipped by: all together, unit by unit, each element
 BLOCK = 64  # elements that share a scale where moments have 8 bits
 

@@ -16,7 +16,6 @@ from spillway.store.disk import Extent, StripedDisk
 from spillway.store.layout import Component, UnitLayout
 
 _NOTHING: dict[int, int] = {}
-_MOMENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
 @dataclass(slots=True)
@@ -172,25 +171,24 @@ class SlabRange:
         return source[at : at + size].view(self._home.layout.dtype)
 
     def _typed(self, found: Callable[[str, int], torch.Tensor]) -> StateRange:
-        home, dtype = self._home, self._home.layout.dtype
+        layout = self._home.layout
 
         def part(name: str, kind: torch.dtype) -> torch.Tensor:
             return found(name, self._bytes(name, self._stop - self._start)).view(kind)
 
-        def state(name: str, kind: torch.dtype) -> torch.Tensor | None:
-            return None if home.layout.component(name) is None else part(name, kind)
+        def state(name: str) -> torch.Tensor | None:
+            component = layout.component(name)
+            return None if component is None else part(name, component.dtype)
 
-        form = home.layout.state_format
-        moment, low = _MOMENT_TYPES[form.moments], torch.int16 if form.low_bits == 16 else torch.uint8
         return StateRange(
-            form,
+            layout.state_format,
             self._start,
-            part("weight", dtype),
-            state("master", torch.float32) if dtype is torch.float16 else state("low", low),
-            state("m", moment),
-            state("v", moment),
-            state("scales", torch.uint8),
-            part("grad", dtype),
+            part("weight", layout.dtype),
+            state("master") if layout.dtype is torch.float16 else state("low"),
+            state("m"),
+            state("v"),
+            state("scales"),
+            part("grad", layout.dtype),
         )
 
 

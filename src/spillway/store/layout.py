@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from spillway.spec.sizes import PAGE, align
-from spillway.spec.state import BLOCK, EXACT, MOMENTS, StateFormat
+from spillway.spec.state import BLOCK, EXACT, StateFormat
 
 # Parameters start at multiples of 64 elements, so that views are aligned for every kernel.
 _ELEMENTS = 64
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16)
+_MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+_LOW = {16: torch.int16, 8: torch.uint8}  # what a bfloat16 weight's master has below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Component:
     name: str  # weight, low or master, m, v, scales
     offset: int
     num_bytes: int
+    dtype: torch.dtype
     element_bytes: int  # of a whole block
     block: int = 1  # elements that share one entry
 
@@ -137,10 +140,10 @@ def lay_out(
             places.append(TensorPlace(name, shape, kind, False, at, numel))
             at += align(numel * kind.itemsize, _ELEMENTS)
     weight_bytes = align(at, PAGE)
-    components = [Component("weight", 0, weight_bytes, dtype.itemsize)]
+    components = [Component("weight", 0, weight_bytes, dtype, dtype.itemsize)]
     offset = weight_bytes
-    for name, size, block in _arrays(state_format, dtype) if elements else ():
-        part = Component(name, offset, 0, size, block)
+    for name, kind, size, block in _arrays(state_format, dtype) if elements else ():
+        part = Component(name, offset, 0, kind, size, block)
         part = replace(part, num_bytes=align(part.bytes_of(elements), PAGE))
         components.append(part)
         offset += part.num_bytes
@@ -154,17 +157,17 @@ def laid_out_for(layout: UnitLayout, state_format: StateFormat) -> UnitLayout:
     return lay_out([(place.name, place.shape, place.dtype, place.trainable) for place in layout.places], state_format)
 
 
-def _arrays(state_format: StateFormat, dtype: torch.dtype) -> list[tuple[str, int, int]]:
-    """Name, bytes of an entry and elements of an entry of each array beside the weights."""
-    size = MOMENTS[state_format.moments]
+def _arrays(state_format: StateFormat, dtype: torch.dtype) -> list[tuple[str, torch.dtype, int, int]]:
+    """Name, dtype, bytes of an entry and elements of an entry of each array beside the weights."""
+    moment, low = _MOMENTS[state_format.moments], _LOW[state_format.low_bits]
     found = {
-        torch.bfloat16: [("low", state_format.low_bits // 8, 1)],
-        torch.float16: [("master", torch.float32.itemsize, 1)],
+        torch.bfloat16: [("low", low, low.itemsize, 1)],
+        torch.float16: [("master", torch.float32, torch.float32.itemsize, 1)],
         torch.float32: [],
     }[dtype]
-    found.append(("m", size, 1))
+    found.append(("m", moment, moment.itemsize, 1))
     if state_format.has_v:
-        found.append(("v", size, 1))
+        found.append(("v", moment, moment.itemsize, 1))
     if state_format.moments == "8bit":
-        found.append(("scales", 2, BLOCK))
+        found.append(("scales", torch.uint8, 2, BLOCK))
     return found
