@@ -694,6 +694,24 @@ def test_the_second_interrupt_ends_the_process_where_it_is(model: Path, data: Pa
     assert ended.stderr.strip().splitlines()[-1].startswith("spillway: stopped; the same command goes on")
 
 
+_IN_BACKWARD = """
+import hashlib, os, signal, threading
+from spillway.training.signals import stop_on_signals
+
+with stop_on_signals(lambda: os._exit(7)) as stop:
+    stop.waits = True
+    for seconds in (0.2, 0.8):
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # for minutes, without the interpreter, as a backward on a GPU
+"""
+
+
+def test_interrupts_are_heard_while_the_main_thread_is_out_of_the_interpreter() -> None:
+    ended = subprocess.run([sys.executable, "-c", _IN_BACKWARD], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 7
+    assert ended.stderr.strip() == "stopping after the step in flight; once more to stop at once"
+
+
 _HUNG_UP = """
 import os, signal, sys
 from spillway.report.progress import Reporter

@@ -26,7 +26,7 @@ from spillway.spec.options import TrainOptions
 from spillway.spec.sizes import counted, format_size, parse_size
 from spillway.training.progress import Progress
 from spillway.training.setup import Training, set_up
-from spillway.training.signals import Stop, raise_interrupt, stop_on_signals
+from spillway.training.signals import Stop, stop_on_signals
 from spillway.training.telling import Telling
 
 _MOST_SKIPPED = 5  # batches in a row that are not finite
@@ -37,7 +37,7 @@ def train(
     options: TrainOptions,
     reporter: Reporter,
     origins: dict[str, str] | None = None,
-    at_once: Callable[[], None] = raise_interrupt,
+    at_once: Callable[[], None] | None = None,
 ) -> RunSummary:
     """Run (or go on with) a training. `origins`: where each option's value comes from, for config.json. `at_once`: what
     ends a step that is not waited for.
