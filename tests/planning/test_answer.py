@@ -284,7 +284,8 @@ def test_a_budget_that_is_too_small_is_answered_with_one_that_is_enough(
 ) -> None:
     common = ("gpt-13b", "--hardware", "rtx4090+4x990pro+64GB", "--max-length", "1024")
     found = ask(capsys, *common, flag, size, code=3)
-    assert f"there is {size[:-2]}.00 {size[-2:]} ({flag}" in found["problem"]
+    option = flag.removeprefix("--").replace("-", "_")
+    assert f"there is {size[:-2]}.00 {size[-2:]} ({option}" in found["problem"]
     help_ = found["helps"][0]
     assert help_["change"].startswith(flag)
     assert ask(capsys, *common, *help_["change"].split())["fits"]

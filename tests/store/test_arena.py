@@ -8,7 +8,7 @@ from spillway.store.arena import Arena, SlabPools
 def test_an_arena_that_is_used_up_names_who_asked() -> None:
     arena = Arena(1 << 20)
     arena.allocate(1 << 19, "weights")
-    with pytest.raises(HostMemoryError, match=r"the optimizer state of unit 3 needs .* raise --host-memory"):
+    with pytest.raises(HostMemoryError, match=r"the optimizer state of unit 3 needs .* raise host_memory"):
         arena.allocate(1 << 20, "the optimizer state of unit 3")
 
 

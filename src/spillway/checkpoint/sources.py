@@ -296,7 +296,8 @@ def _files_of(directory: Path, allow_pickle: bool) -> dict[str, str]:
             return dict.fromkeys(keys, single)
     if any(directory.glob("*.bin")):
         raise UsageError(
-            f"{directory} holds only pickled .bin weights: convert it to safetensors, or allow them with --allow-pickle"
+            f"{directory} holds only pickled .bin weights: convert it to safetensors, or allow them with "
+            f"allow_pickle=True"
         )
     raise UsageError(f"{directory} has no weights: {_SINGLE} or {_INDEX} is missing")
 

@@ -16,6 +16,7 @@ from spillway.cli.stopped import CODE, STOPPED
 from spillway.cli.train import train_command
 from spillway.cli.verify import verify_command
 from spillway.spec.errors import SpillwayError
+from spillway.spec.words import as_flags
 
 # What other tools call options of ours.
 _MEANT = {
@@ -69,7 +70,7 @@ def run(arguments: list[str]) -> int:
         code = cli.main(args=arguments, prog_name="spillway", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except SpillwayError as error:
-        return _fail(str(error), error.exit_code, arguments)
+        return _fail(as_flags(str(error)), error.exit_code, arguments)
     except click.NoSuchOption as error:
         meant = _MEANT.get(error.option_name)
         said = f"No such option '{error.option_name}'. Did you mean {meant}?" if meant else error.format_message()
@@ -91,7 +92,7 @@ def run(arguments: list[str]) -> int:
         told = as_memory_error(error, "a step")
         if told is None:
             raise
-        return _fail(str(told), told.exit_code, arguments)
+        return _fail(as_flags(str(told)), told.exit_code, arguments)
 
 
 def _fail(message: str, code: int, arguments: list[str]) -> int:

@@ -12,8 +12,6 @@ from typing import Any
 import click
 import yaml
 
-from spillway.spec.errors import UsageError
-
 # Name -> help. The first page shows these; --help-all shows the rest too.
 FIRST_PAGE = {
     "output_dir": "Run directory: plan, metrics, store, final model.",
@@ -115,20 +113,22 @@ def config_option(options_class: Any) -> Callable[[Any], Any]:
 def read_config(path: Path, options_class: Any) -> dict[str, Any]:
     """Values of a YAML or TOML file with the option names (dashes or underscores).
 
-    Raises UsageError for a file that cannot be read, or an unknown name, with the nearest one.
+    Raises click.UsageError for a file that cannot be read, or an unknown name, with the nearest one.
     """
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except OSError as error:
-        raise UsageError(f"the config file {path} cannot be read: {error.strerror}") from error
+        raise click.UsageError(f"the config file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"the config file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise click.UsageError(
+            f"the config file {path} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from error
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         first = " ".join(str(error).split())
-        raise UsageError(f"the config file {path} is malformed: {first}") from error
+        raise click.UsageError(f"the config file {path} is malformed: {first}") from error
     if not isinstance(values, dict):
-        raise UsageError(f"the config file {path} must hold names and values, such as learning_rate: 2e-5")
+        raise click.UsageError(f"the config file {path} must hold names and values, such as learning_rate: 2e-5")
     known = [field.name for field in dataclasses.fields(options_class)]
     hints = typing.get_type_hints(options_class)
     found: dict[str, Any] = {}
@@ -137,7 +137,7 @@ def read_config(path: Path, options_class: Any) -> dict[str, Any]:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise UsageError(f"the config file {path} sets '{key}', which is no option{hint}")
+            raise click.UsageError(f"the config file {path} sets '{key}', which is no option{hint}")
         several = hints[name] == tuple[str, ...]
         for item in value if several and isinstance(value, list) else [value]:
             _refuse_other_kind(path, key, item, str if several else hints[name])
@@ -146,7 +146,9 @@ def read_config(path: Path, options_class: Any) -> dict[str, Any]:
 
 
 def _refuse_other_kind(path: Path, key: str, value: Any, hint: Any) -> None:
-    """Raise UsageError for what an option would silently make something else of: 2.7 steps, true as a rate."""
+    """Raise click.UsageError for what an option would silently make something else of: 2.7 steps, true as a rate."""
     kinds, name = _TAKES.get(hint, ((str, int, float), "text"))
     if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool)):
-        raise UsageError(f"the config file {path} sets {key} to {json.dumps(value, default=str)}, which is not {name}")
+        raise click.UsageError(
+            f"the config file {path} sets {key} to {json.dumps(value, default=str)}, which is not {name}"
+        )

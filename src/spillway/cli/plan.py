@@ -14,6 +14,7 @@ from spillway.spec.errors import UsageError
 from spillway.spec.jsonable import to_json
 from spillway.spec.options import TrainOptions
 from spillway.spec.sizes import format_seconds
+from spillway.spec.words import as_flags
 
 if TYPE_CHECKING:
     from spillway.planning.question import Question
@@ -120,7 +121,7 @@ def _say_largest(question: "Question", reporter: "Reporter", as_json: bool) -> N
         f"{format_seconds(plan.step_seconds)} a step"
     )
     for note in plan.notes:
-        reporter.say(f"note: {note}")
+        reporter.say(f"note: {as_flags(note)}")
 
 
 def _say_sweep(question: "Question", axis: str, chart: str | None, reporter: "Reporter", as_json: bool) -> None:

@@ -106,7 +106,7 @@ def drive_rates(paths: tuple[Path, ...], shares: tuple[int, ...], room_bytes: in
         where = ", ".join(str(path) for path in paths)
         room = f", {format_size(free)} are free; make room there or" if error.errno == errno.ENOSPC else ":"
         raise DiskError(
-            f"the store under {where} cannot be written: {error.strerror}{room} choose another --store"
+            f"the store under {where} cannot be written: {error.strerror}{room} choose another store"
         ) from error
     finally:
         engine.close()
@@ -151,7 +151,7 @@ def make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DiskError(f"the store path {path} cannot be written: {error.strerror}; choose another --store") from error
+        raise DiskError(f"the store path {path} cannot be written: {error.strerror}; choose another store") from error
 
 
 def _open_scratch(file: Path) -> tuple[Path, int]:

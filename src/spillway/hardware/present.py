@@ -11,7 +11,7 @@ def refuse_missing(device: str) -> None:
         return
     if not torch.cuda.is_available():
         raise UsageError(
-            "there is no CUDA device PyTorch can use here: choose --device cpu, or install a CUDA build of PyTorch"
+            "there is no CUDA device PyTorch can use here: choose device='cpu', or install a CUDA build of PyTorch"
         )
     number = device.partition(":")[2]
     if number and int(number) >= torch.cuda.device_count():

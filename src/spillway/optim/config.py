@@ -140,7 +140,7 @@ def settings_of(options: TrainOptions) -> Rule:
     if options.optim not in NAMED:
         near = difflib.get_close_matches(options.optim, NAMED, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UsageError(f"--optim {options.optim} is not one of {', '.join(NAMED)}{hint}")
+        raise UsageError(f"optim={options.optim!r} is not one of {', '.join(NAMED)}{hint}")
     kind, moments = NAMED[options.optim]
     made: dict[str, Any] = {
         "lr": options.learning_rate,

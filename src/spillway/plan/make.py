@@ -150,10 +150,10 @@ def _notes(model: ModelProfile, candidate: Candidate, request: PlanRequest) -> t
         stopped = "a run that is stopped goes on, and a crash" if may_stop else "a stop or a crash"
         notes.append(
             "no saved points, the drives hold one copy that each step overwrites: the model is written every "
-            f"--save-steps, {stopped} loses the optimizer states"
+            f"save_steps, {stopped} loses the optimizer states"
         )
     elif request.has_store and any(where.states in ("host", "device") for where in placement.units):
-        notes.append("some optimizer states rest in memory: saved points are --save-steps apart")
+        notes.append("some optimizer states rest in memory: saved points are save_steps apart")
     if any(where.grads == "disk" for where in placement.units if where.states != "none"):
         why = "are summed" if placement.accumulation > 1 else "wait for the global norm"
         less = "" if placement.accumulation > 1 or not placement.clip else ", or no clipping,"

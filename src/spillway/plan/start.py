@@ -174,9 +174,9 @@ class Start:
         need, have = smallest.peaks, self._budget
         beside = 0 if self._device_is_host else DEVICE_RESERVE  # of what is given, nothing of ours may lie in it
         tiers = (
-            ("device", need.device + beside, have.device_bytes + beside, "--device-memory"),
-            ("host", need.host, have.host_bytes, "--host-memory"),
-            ("disk", need.disk, have.disk_bytes, "--disk-memory or more room under --store"),
+            ("device", need.device + beside, have.device_bytes + beside, "device_memory"),
+            ("host", need.host, have.host_bytes, "host_memory"),
+            ("disk", need.disk, have.disk_bytes, "disk_memory, or more room under the store"),
         )
         short = [
             f"{tier} memory: the smallest budget that works is {format_size_up(need_bytes)}, "

@@ -6,6 +6,7 @@ from rich.table import Table
 from spillway.spec.answers import Finding, PlanReport
 from spillway.spec.machine import Machine
 from spillway.spec.sizes import counted, format_flops, format_seconds, format_size
+from spillway.spec.words import as_flags
 
 
 def print_report(console: Console, report: PlanReport) -> None:
@@ -56,7 +57,7 @@ def print_report(console: Console, report: PlanReport) -> None:
         table.add_row("dollars", f"{per_million} per million tokens{run} (GPU over three years, wear of drives)")
     console.print(table)
     for note in report.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {as_flags(note)}")
     for item in report.helps:
         console.print(f"would help: {item.change}, {item.gain:+.0%} tokens per second")
 

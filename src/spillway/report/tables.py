@@ -8,6 +8,7 @@ from rich.table import Table
 from spillway.spec.hardware import Budget
 from spillway.spec.plan import Plan, TierPeaks
 from spillway.spec.sizes import counted, format_seconds, format_size
+from spillway.spec.words import as_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def print_plan(console: Console, plan: Plan, budget: Budget, device: str, state_
             f"writes {format_size(a_step)} a step to disk, {format_size(a_step * steps)} in {counted(steps, 'step')}"
         )
     for note in plan.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {as_flags(note)}")
 
 
 def print_summary(console: Console, summary: RunSummary) -> None:

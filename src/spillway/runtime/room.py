@@ -18,12 +18,12 @@ def as_memory_error(error: RuntimeError, what: str) -> SpillwayError | None:
     wanted = f" for {found[1]}" if found else ""
     if isinstance(error, torch.OutOfMemoryError):
         return DeviceMemoryError(
-            f"{what} found no room{wanted} on the GPU: give a smaller device memory, so that the plan leaves more "
+            f"{what} found no room{wanted} on the GPU: give a smaller device_memory, so that the plan leaves more "
             f"free, or end what else uses it"
         )
     if _CPU in str(error):
         return HostMemoryError(
-            f"{what} found no room{wanted} in host memory: give a smaller host memory, so that the plan leaves more "
+            f"{what} found no room{wanted} in host memory: give a smaller host_memory, so that the plan leaves more "
             f"free, or end other programs"
         )
     return None

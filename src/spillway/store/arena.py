@@ -23,7 +23,7 @@ class Arena:
             self._map = mmap.mmap(-1, self.num_bytes, flags=flags)
         except OSError as error:
             raise HostMemoryError(
-                f"{format_size(self.num_bytes)} of host memory cannot be had ({error.strerror}): lower --host-memory"
+                f"{format_size(self.num_bytes)} of host memory cannot be had ({error.strerror}): lower host_memory"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
@@ -40,7 +40,7 @@ class Arena:
         if self._used + size > self.num_bytes:
             raise HostMemoryError(
                 f"{owner} needs {format_size(size)} of host memory and {format_size(self.num_bytes - self._used)} "
-                f"of the {format_size(self.num_bytes)} arena are left: raise --host-memory"
+                f"of the {format_size(self.num_bytes)} arena are left: raise host_memory"
             )
         view = self.buffer[self._used : self._used + size]
         self._used += size

@@ -337,7 +337,7 @@ def _lock(path: Path, flags: int) -> int:
         fd = os.open(path / _LOCK, flags, 0o644)
     except OSError as error:
         what = "written" if writes else "read"
-        hint = "; choose another --store" if writes else ""
+        hint = "; choose another store" if writes else ""
         raise DiskError(f"the store path {path} cannot be {what}: {error.strerror}{hint}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -345,7 +345,7 @@ def _lock(path: Path, flags: int) -> int:
         os.close(fd)
         raise DiskError(
             f"the store {path} is in use by another run (or a model of this process, until spillway.close); wait for "
-            f"it or choose another --store"
+            f"it or choose another store"
         ) from error
     return fd
 
@@ -355,11 +355,11 @@ def _open(file: Path, flags: int) -> tuple[int, bool]:
         return os.open(file, flags | os.O_DIRECT, 0o644), True
     except OSError as error:
         if error.errno != errno.EINVAL:
-            raise DiskError(f"{file} cannot be opened: {error.strerror}; choose another --store") from error
+            raise DiskError(f"{file} cannot be opened: {error.strerror}; choose another store") from error
     try:
         return os.open(file, flags, 0o644), False
     except OSError as error:
-        raise DiskError(f"{file} cannot be opened: {error.strerror}; choose another --store") from error
+        raise DiskError(f"{file} cannot be opened: {error.strerror}; choose another store") from error
 
 
 def _reserve(file: Path, num_bytes: int) -> None:
@@ -377,5 +377,5 @@ def _reserve(file: Path, num_bytes: int) -> None:
     except OSError as error:
         raise DiskError(
             f"the store {path} needs {format_size(num_bytes)} and has {format_size(free_bytes(path))} free "
-            f"({error.strerror}): free some, add a --store path, or use a smaller model"
+            f"({error.strerror}): free some, add a store path, or use a smaller model"
         ) from error

@@ -43,6 +43,7 @@ from spillway.spec.errors import BudgetWarning, DiskError, StoreMoves, UsageErro
 from spillway.spec.options import TrainOptions
 from spillway.spec.plan import KeepPoints, Plan, TierPeaks
 from spillway.spec.sizes import counted
+from spillway.spec.words import as_flags
 from spillway.store.move import drop_left_behind
 from spillway.training.identity import identity_of, is_resumed
 from spillway.training.samples import remember_samples, what_differs
@@ -247,7 +248,7 @@ def _say_ours(reporter: Reporter) -> None:
         line: str | None = None,
     ) -> None:
         if issubclass(category, (BudgetWarning, StoreMoves)):
-            reporter.say(f"note: {message}")
+            reporter.say(f"note: {as_flags(str(message))}")
         else:
             show(message, category, filename, lineno, file, line)
 
