@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 import spillway
-from models import VOCAB, gpt2, llama
+from models import VOCAB, batch, gpt2, llama, t5
 from spillway.api import read_parameters
 from spillway.trainer import rule_of
 
@@ -86,6 +86,44 @@ def test_a_run_is_that_of_the_plain_trainer(accumulation: int, placement: dict[s
         expected = dict(plain.model.named_parameters())
         for name, param in read_parameters(model).items():
             torch.testing.assert_close(param, expected[name].data, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("accumulation", (1, 2))
+def test_a_model_that_divides_its_loss_itself_is_smoothed_as_by_the_plain_trainer(
+    accumulation: int, tmp_path: Path
+) -> None:
+    def run(kind: type, directory: str, **more: Any) -> list[float]:
+        args = transformers.Seq2SeqTrainingArguments(
+            str(tmp_path / directory),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=accumulation,
+            max_steps=2,
+            learning_rate=1e-3,
+            label_smoothing_factor=0.1,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = kind(model=t5(), args=args, train_dataset=rows, data_collator=with_decoder_inputs, **more)
+        trainer.train()
+        spillway.close(trainer.model) if more else None
+        return told(trainer, "loss")
+
+    rows = [{name: tensor[index] for name, tensor in batch("t5", 0, 8).items()} for index in range(8)]
+    expected = run(transformers.Seq2SeqTrainer, "plain")
+    assert run(Seq2Seq, "ours", placement={"states": "host"}) == pytest.approx(expected, rel=1e-5)
+
+
+class Seq2Seq(spillway.TrainerMixin, transformers.Seq2SeqTrainer):
+    """One that evaluates by generating."""
+
+
+def with_decoder_inputs(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    found = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    start = torch.zeros(len(rows), 1, dtype=torch.long)
+    return {**found, "decoder_input_ids": torch.cat([start, found["labels"][:, :-1].clamp(min=0)], 1)}
 
 
 class _StopAfter(TrainerCallback):

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -173,16 +174,32 @@ def test_logits_stay_whole_where_a_model_does_more_with_them(tmp_path: Path) -> 
     assert_like(plain, plain(**models.batch("llama", 0)).loss, found, weights)
 
 
-def deferred(hidden: torch.Tensor, vocab_size: int = 5) -> DeferredLogits:
-    """Logits that are sums of hidden states, alike for every word but for what is done to them."""
+class Owner:
+    """Of logits that are sums of hidden states, alike for every word but for what is done to them. `has_whole`: gives
+    whole ones, too."""
 
-    def total(logits: DeferredLogits, targets: torch.Tensor, ignore_index: int, smoothing: float) -> torch.Tensor:
-        whole = logits.applied(logits.hidden.sum(-1, keepdim=True).expand(-1, vocab_size))
+    def __init__(self, has_whole: bool = False) -> None:
+        self.has_whole = has_whole
+
+    def whole(self, logits: DeferredLogits, wanted: str) -> torch.Tensor:
+        if not self.has_whole:
+            raise TypeError(wanted)
+        return logits.applied(logits.hidden.sum(-1, keepdim=True).expand(*logits.shape))
+
+    def loss(
+        self, logits: DeferredLogits, targets: torch.Tensor, ignore_index: int, reduction: str, smoothing: float
+    ) -> torch.Tensor:
         return nn.functional.cross_entropy(
-            whole, targets, ignore_index=ignore_index, reduction="sum", label_smoothing=smoothing
+            Owner(True).whole(logits, ""),
+            targets,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=smoothing,
         )
 
-    return DeferredLogits(hidden, vocab_size, total)
+
+def deferred(hidden: torch.Tensor, has_whole: bool = False) -> DeferredLogits:
+    return DeferredLogits(hidden, 5, Owner(has_whole), nullcontext)
 
 
 def test_deferred_logits_are_scaled_capped_and_shaped_like_logits() -> None:
@@ -205,30 +222,43 @@ def test_deferred_logits_are_scaled_capped_and_shaped_like_logits() -> None:
     torch.testing.assert_close(nn.CrossEntropyLoss()(found, targets), nn.CrossEntropyLoss()(whole, targets))
 
 
+ZEROS = torch.zeros(4, dtype=torch.long)
+
+
 @pytest.mark.parametrize(
-    "wrong",
+    "other",
     (
         lambda logits: logits * torch.ones(5),
+        lambda logits: logits / torch.ones(5),
         lambda logits: logits + torch.ones(4, 5),
+        lambda logits: torch.ones(4, 5) + logits,
         lambda logits: logits + torch.ones(5, requires_grad=True),
         lambda logits: logits + 1.0,
+        lambda logits: logits - logits.mean(-1, keepdim=True),
+        lambda logits: 1 - logits,
+        lambda logits: -logits,
+        lambda logits: logits > 0,
+        lambda logits: logits.logsumexp(-1),
         lambda logits: torch.softmax(logits, -1),
         lambda logits: torch.cat([logits]),
         lambda logits: logits[..., 0],
         lambda logits: logits[..., :3],
-        lambda logits: logits[:, :, :3],
         lambda logits: logits.view(-1),
         lambda logits: logits.view(5, -1),
-        lambda logits: nn.CrossEntropyLoss(weight=torch.ones(5))(logits, torch.zeros(4, dtype=torch.long)),
-        lambda logits: nn.CrossEntropyLoss(reduction="none")(logits, torch.zeros(4, dtype=torch.long)),
+        lambda logits: torch.tensor(len(logits)),
+        lambda logits: nn.CrossEntropyLoss(weight=torch.arange(5.0))(logits, ZEROS + 1),
+        lambda logits: nn.CrossEntropyLoss(reduction="none")(logits, ZEROS),
         lambda logits: nn.CrossEntropyLoss()(logits, torch.ones(4, 5)),
         lambda logits: nn.CrossEntropyLoss()(torch.ones(4, 5), logits),
         lambda logits: nn.CrossEntropyLoss()(logits.view(2, 2, 5), torch.zeros(2, 5, dtype=torch.long)),
     ),
 )
-def test_whatever_else_is_done_to_deferred_logits_is_an_error(wrong: Callable[[Any], Any]) -> None:
+def test_whatever_else_is_done_to_deferred_logits_is_done_to_whole_ones(other: Callable[[Any], Any]) -> None:
+    hidden = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    whole = hidden.sum(-1, keepdim=True).repeat(1, 5)
+    torch.testing.assert_close(other(deferred(hidden, has_whole=True)), other(whole))
     with pytest.raises(TypeError):
-        wrong(deferred(torch.ones(4, 3)))
+        other(deferred(hidden))
 
 
 @pytest.mark.parametrize("kind", ("cpu", "cuda"))

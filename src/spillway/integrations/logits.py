@@ -7,36 +7,40 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 _Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-class SumOfLosses(Protocol):
-    """Takes the cross-entropy of deferred logits piece by piece."""
+class Owner(Protocol):
+    """Who gave deferred logits."""
 
-    def __call__(
-        self, logits: "DeferredLogits", targets: torch.Tensor, ignore_index: int, label_smoothing: float
+    def loss(
+        self, logits: "DeferredLogits", targets: torch.Tensor, ignore_index: int, reduction: str, smoothing: float
     ) -> torch.Tensor:
-        """The sum over the rows of `logits` ([rows, vocabulary]; `targets`: [rows]), in float32 or wider."""
-        ...
+        """Their cross-entropy ("mean" or "sum" over rows; `logits`: [rows, vocabulary], `targets`: [rows]), taken piece
+        by piece."""
+
+    def whole(self, logits: "DeferredLogits", wanted: str) -> torch.Tensor:
+        """What they stand for, because the model does something with them that is not known of logits in pieces. Raises
+        an error where that cannot be had."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredLogits:
     """The hidden states [..., width] of logits [..., vocabulary], and what the model does with their logits one by one
     (scales, soft caps, a bias per word) before it takes their cross-entropy. Rows may be taken and put into another
-    shape. Anything else that the model tries is an error (TypeError, AttributeError), and its logits stay whole."""
+    shape. For anything else the model gets whole logits, where its owner has them."""
 
     hidden: torch.Tensor
     vocab_size: int
-    sum_of_losses: SumOfLosses
+    owner: Owner
+    autocast: Callable[[], Any]  # as it was where the head was called
     steps: tuple[_Step, ...] = ()
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
         """What the model makes of these logits."""
-        for step in self.steps:
-            logits = step(logits)
-        return logits
+        return apply_steps(self.steps, logits)
 
     @property
     def shape(self) -> torch.Size:
@@ -52,23 +56,27 @@ class DeferredLogits:
         """As Tensor.size."""
         return self.shape if dim is None else self.shape[dim]
 
-    def __mul__(self, factor: float) -> "DeferredLogits":
-        _check_number(factor)
+    def __mul__(self, factor: Any) -> Any:
+        if not _is_number(factor):
+            return self._whole("multiply") * factor
         return self._then(lambda logits: logits * factor)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: float) -> "DeferredLogits":
-        _check_number(divisor)
+    def __truediv__(self, divisor: Any) -> Any:
+        if not _is_number(divisor):
+            return self._whole("divide") / divisor
         return self._then(lambda logits: logits / divisor)
 
-    def __add__(self, bias: torch.Tensor) -> "DeferredLogits":
+    def __add__(self, bias: Any) -> Any:
         """`bias`: of each word, as models of the BART kind keep one in a buffer."""
         is_of_words = isinstance(bias, torch.Tensor) and bias.numel() == self.vocab_size == bias.shape[-1]
         if not is_of_words or bias.requires_grad:
-            raise TypeError("logits are changed by something that is not a constant of each word")
+            return self._whole("add") + bias
         row = bias.reshape(-1)
         return self._then(lambda logits: logits + row)
+
+    __radd__ = __add__
 
     def float(self) -> "DeferredLogits":
         """As Tensor.float."""
@@ -78,57 +86,82 @@ class DeferredLogits:
         """As Tensor.contiguous."""
         return self
 
-    def view(self, *shape: Any) -> "DeferredLogits":
+    def view(self, *shape: Any) -> Any:
         """As Tensor.view, of the rows."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if len(sizes) < 2 or sizes[-1] != self.vocab_size:
-            raise TypeError(f"rows of {self.vocab_size} logits are put into the shape {sizes}")
+            return self._whole("view").reshape(*shape)
         return replace(self, hidden=self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
 
     reshape = view
 
-    def __getitem__(self, index: Any) -> "DeferredLogits":
+    def __getitem__(self, index: Any) -> Any:
         """Some rows: [..., a:b, :]."""
         is_of_rows = isinstance(index, tuple) and len(index) == 3 and index[0] is ... and index[2] == slice(None)
         if not is_of_rows or not isinstance(index[1], slice):
-            raise TypeError(f"logits are taken by {index}")
+            return self._whole("index")[index]
         return replace(self, hidden=self.hidden[index])
+
+    def __getattr__(self, name: str) -> Any:
+        """Of whole logits."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._whole(name), name)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is torch.tanh and len(args) == 1 and not kwargs and isinstance(args[0], cls):
             return args[0]._then(torch.tanh)
-        if func is nn.functional.cross_entropy:
-            return _cross_entropy(**_CROSS_ENTROPY.bind(*args, **(kwargs or {})).arguments)
-        raise TypeError(f"{func} is not known of logits in pieces")
+        given = _CROSS_ENTROPY.bind(*args, **kwargs).arguments if func is nn.functional.cross_entropy else {}
+        if _is_known(given):
+            ignored = given.get("ignore_index", -100), given.get("reduction", "mean"), given.get("label_smoothing", 0.0)
+            logits: DeferredLogits = given["input"]
+            return logits.owner.loss(logits, given["target"], *ignored)
+        name = getattr(func, "__name__", str(func))
+        args, kwargs = tree_map_only(cls, lambda logits: logits._whole(name), (args, kwargs))
+        return func(*args, **kwargs)
 
     def _then(self, step: _Step) -> "DeferredLogits":
         return replace(self, steps=(*self.steps, step))
+
+    def _whole(self, wanted: str) -> torch.Tensor:
+        return self.owner.whole(self, wanted)
+
+
+def _of_whole(name: str) -> Callable[..., Any]:
+    def operator(self: DeferredLogits, *others: Any) -> Any:
+        return getattr(self._whole(name.strip("_")), name)(*others)
+
+    return operator
+
+
+# Which Python looks for in the class alone.
+for _name in ("sub", "rsub", "neg", "pow", "matmul", "lt", "le", "gt", "ge", "len", "iter"):
+    setattr(DeferredLogits, f"__{_name}__", _of_whole(f"__{_name}__"))
+
+
+def apply_steps(steps: tuple[_Step, ...], logits: torch.Tensor) -> torch.Tensor:
+    """One after another."""
+    for step in steps:
+        logits = step(logits)
+    return logits
 
 
 _CROSS_ENTROPY = inspect.signature(nn.functional.cross_entropy)
 
 
-def _cross_entropy(
-    input: DeferredLogits,
-    target: torch.Tensor,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    **others: Any,
-) -> torch.Tensor:
-    """That of torch.nn.functional, for rows of logits and the numbers of words, all of one weight."""
-    is_of_rows = isinstance(input, DeferredLogits) and len(input.shape) == 2 and target.shape == input.shape[:1]
-    if not is_of_rows or target.is_floating_point() or reduction not in ("mean", "sum"):
-        raise TypeError("this kind of cross-entropy is not known of logits in pieces")
-    if any(value is not None for value in others.values()):
-        raise TypeError(f"the cross-entropy of logits in pieces has no {', '.join(others)}")
-    total = input.sum_of_losses(input, target, ignore_index, label_smoothing)
-    return total if reduction == "sum" else total / (target != ignore_index).sum()
+def _is_known(given: dict[str, Any]) -> bool:
+    """Whether it is a cross-entropy of rows of deferred logits and the numbers of words, all of one weight."""
+    logits, targets = given.get("input"), given.get("target")
+    if not isinstance(logits, DeferredLogits) or not isinstance(targets, torch.Tensor):
+        return False
+    is_of_rows = len(logits.shape) == 2 and targets.shape == logits.shape[:1] and not targets.is_floating_point()
+    others = (given.get(name) for name in ("weight", "size_average", "reduce"))
+    return is_of_rows and given.get("reduction", "mean") in ("mean", "sum") and all(value is None for value in others)
 
 
-def _check_number(value: object) -> None:
-    if not isinstance(value, (float, int)):
-        raise TypeError(f"logits are scaled by a {type(value).__name__}")
+def _is_number(value: object) -> bool:
+    return isinstance(value, (float, int))

@@ -1,15 +1,20 @@
 """The head and the loss of a transformers model in one: logits are never whole in memory."""
 
+import inspect
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spillway.integrations.head import apply_head
-from spillway.integrations.logits import DeferredLogits
+from spillway.integrations.logits import DeferredLogits, apply_steps
 from spillway.model.profile import UnitCall
+from spillway.runtime.calls import autocast_of
 from spillway.runtime.session import Session
 from spillway.runtime.unit import original_forward
 from spillway.spec.errors import UsageError
@@ -21,10 +26,19 @@ _LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 _MOST_ROUNDINGS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A forward of the model that is under way."""
+
+    needs_loss_alone: bool  # it was given labels, and nobody wants its logits
+    has_grad: bool
+    num_items: Any  # what its loss is divided by, where it was told
+
+
 class ChunkedLoss:
     """The head and the cross-entropy as one unit call, a piece of the tokens at a time.
 
-    In a step with labels the head gives DeferredLogits, and torch.nn.functional.cross_entropy, by whatever loss of
+    In a forward with labels the head gives DeferredLogits, and torch.nn.functional.cross_entropy, by whatever loss of
     transformers or the model it is called, takes the loss of them. Whether a model does only what DeferredLogits know
     between the two is seen when its forward is profiled; where not, logits stay whole.
     """
@@ -47,16 +61,19 @@ class ChunkedLoss:
         self._unit, self._path = place
         self._own_forward = original_forward(head)
         self._wrapped_head = head.forward
-        self._labelled = False
-        self._untaken = 0  # deferred logits that no loss was taken of
-        self._works: bool | None = None  # unknown until profiled
+        self._names = tuple(inspect.signature(called.forward).parameters)
+        self._calls: list[_Call] = []  # a model may call itself
+        self._defers = False  # in the forward that is profiled
+        self._never = False  # for the model does more with its logits
+        # Of that forward: logits whose loss was taken, and those that were given and it was not.
+        self._taken = self._untaken = 0
 
     def install(self) -> None:
         """Put this in the place of the head's forward."""
-        self._head.forward = self._forward_head  # type: ignore[assignment,method-assign]
+        self._head.forward = self._forward_head  # type: ignore[method-assign]
         hooks = (
-            self._called.register_forward_pre_hook(self._note_labels, with_kwargs=True),
-            self._called.register_forward_hook(self._settle_logits),
+            self._called.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
+            self._called.register_forward_hook(self._end, always_call=True),
         )
         self._session.on_undo += [hook.remove for hook in hooks]
         self._session.forwards.trials.append(self._try)
@@ -64,67 +81,95 @@ class ChunkedLoss:
     def _try(self, profile: Callable[[], Any]) -> Any:
         """Profile with deferred logits; again without where the model does more with them than take the loss. Raises
         UsageError where the loss should be smoothed and is not taken of deferred logits."""
-        if self._works is not None:
-            return profile()
-        self._works = True
+        self._defers, self._taken, self._untaken = not self._never, 0, 0
         try:
             result = profile()
-            self._works = None if not self._labelled else not self._untaken
         except Exception:
-            result, self._works = None, False
-        if self._works is False:
-            result = self._profile_whole(profile)
-        if self._smoothing and self._labelled and not self._works:
+            if not self._defers:
+                raise
+            self._untaken = 1
+        if self._untaken > 0:
+            self._defers, self._taken = False, 0
+            result = profile()  # an error with whole logits, too, says nothing of them
+            self._never = True
+        if self._smoothing and not self._taken:
             raise UsageError(_no_smoothing(self._model))
         return result
 
-    def _profile_whole(self, profile: Callable[[], Any]) -> Any:
-        try:
-            return profile()
-        except Exception:  # with whole logits, too: that says nothing of them
-            self._works = None
-            raise
+    # A forward of the model #
 
-    def _note_labels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        needs_loss_alone = not self._keeps_logits() or self._smoothing > 0
-        self._labelled = kwargs.get("labels") is not None and needs_loss_alone
-        self._untaken = 0
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        has_grad = torch.is_grad_enabled()
+        needs_loss_alone = has_grad or not self._session.wants_logits or self._smoothing > 0
+        labelled = given.get("labels") is not None
+        self._calls.append(_Call(labelled and needs_loss_alone, has_grad, given.get("num_items_in_batch")))
 
-    def _keeps_logits(self) -> bool:
-        return self._session.wants_logits and not torch.is_grad_enabled()
-
-    def _forward_head(self, hidden: torch.Tensor) -> Any:
-        # An evaluation before any profile: whole logits would do as well, but for a loss that is to be smoothed.
-        is_hoped = self._works is None and self._smoothing > 0
-        if not (self._labelled and (self._works or is_hoped)):
-            return self._wrapped_head(hidden)
-        self._untaken += 1
-        return DeferredLogits(hidden, self._head.out_features, self._sum_of_losses)
-
-    def _settle_logits(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Without deferred logits, or with what they stand for where that is wanted beside the loss."""
-        if isinstance(output, transformers.utils.ModelOutput):
-            return type(output)(**{key: self._whole(value) for key, value in output.items() if not self._drops(value)})
-        if isinstance(output, tuple):
-            return tuple(self._whole(value) for value in output if not self._drops(value))
+        if self._calls:  # nothing, where another hook failed before it began
+            self._calls.pop()
+        if not isinstance(output, transformers.utils.ModelOutput):
+            return self._settled(output) if _has_deferred(output) else output
+        for key, value in list(output.items()):
+            if not _has_deferred(value):
+                continue
+            settled = self._settled(value)
+            if settled is None:
+                OrderedDict.__delitem__(output, key)
+                object.__setattr__(output, key, None)
+            else:
+                output[key] = settled
         return output
 
-    def _drops(self, value: Any) -> bool:
-        return isinstance(value, DeferredLogits) and not self._keeps_logits()
+    def _settled(self, value: Any) -> Any:
+        keeps = self._session.wants_logits and not torch.is_grad_enabled()
+        return tree_map_only(DeferredLogits, lambda logits: self.whole(logits, "return") if keeps else None, value)
 
-    def _whole(self, value: Any) -> Any:
-        if not isinstance(value, DeferredLogits):
-            return value
-        return value.applied(self._wrapped_head(value.hidden))
+    def _forward_head(self, *args: Any, **kwargs: Any) -> Any:
+        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+        if not is_plain or not self._may_defer():
+            return self._wrapped_head(*args, **kwargs)
+        self._untaken += 1
+        return DeferredLogits(args[0], self._head.out_features, self, autocast_of(args[0].device))
 
-    def _sum_of_losses(
-        self, logits: DeferredLogits, targets: torch.Tensor, ignore_index: int, label_smoothing: float
+    def _may_defer(self) -> bool:
+        call = self._calls[-1] if self._calls else None
+        if call is None or not call.needs_loss_alone or call.has_grad != torch.is_grad_enabled():
+            return False
+        if self._head._forward_hooks or self._head._backward_hooks or self._head._backward_pre_hooks:
+            return False  # which want logits
+        if self._session.forwards.is_profiling:
+            return self._defers
+        return self._session.plans_loss(self._unit) if call.has_grad else not self._never
+
+    # What deferred logits ask for #
+
+    def whole(self, logits: DeferredLogits, wanted: str) -> torch.Tensor:
+        """See Owner. Raises UsageError in a step, which has no room for them."""
+        if self._session.forwards.is_profiling:
+            raise TypeError(f"{wanted} is not known of logits in pieces")
+        if torch.is_grad_enabled():
+            self._never = True
+            self._session.schedules.forget(self._session.engine.in_force)
+            raise UsageError(
+                f"{type(self._model).__name__} does more with its logits ({wanted}) than when a batch of this shape "
+                f"was planned, where they were never whole: from the next batch on they are; this one is lost"
+            )
+        return logits.applied(self._wrapped_head(logits.hidden))
+
+    def loss(
+        self, logits: DeferredLogits, targets: torch.Tensor, ignore_index: int, reduction: str, smoothing: float
     ) -> torch.Tensor:
-        self._untaken -= 1
-        smoothing = self._smoothing or label_smoothing
+        """See Owner."""
+        self._taken, self._untaken = self._taken + 1, self._untaken - 1
+        smoothing = self._smoothing or smoothing
+        steps, autocast = logits.steps, logits.autocast  # and not the hidden states, which may be moved meanwhile
 
         def of_hidden(rows: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-            scores = logits.applied(apply_head(self._head, self._own_forward, rows))
+            with autocast():
+                scores = apply_head(self._head, self._own_forward, rows)
+            scores = apply_steps(steps, scores)
             if scores.dtype.itemsize < 4:
                 scores = scores.float()
             return nn.functional.cross_entropy(
@@ -133,7 +178,12 @@ class ChunkedLoss:
 
         args = (logits.hidden, targets.to(logits.device))
         piece = self._piece_rows(len(logits.hidden), logits.vocab_size)
-        return self._session.call(UnitCall(self._unit, self._path, of_hidden, args, {}, "LOSS", piece))
+        total: torch.Tensor = self._session.call(UnitCall(self._unit, self._path, of_hidden, args, {}, "LOSS", piece))
+        if reduction == "sum":
+            return total
+        # What smooths labels in transformers divides by that, whatever the model's own loss does.
+        items = self._calls[-1].num_items if self._smoothing and self._calls else None
+        return total / ((targets != ignore_index).sum() if items is None else items)
 
     def _piece_rows(self, num_rows: int, vocab_size: int) -> int:
         rows = max(_LOGIT_BYTES[self._session.device.kind] // (4 * vocab_size), 1)
@@ -154,6 +204,10 @@ def install_loss(
         ChunkedLoss(model, called, session, head, place, label_smoothing).install()
     elif label_smoothing:
         raise UsageError(_no_smoothing(model))
+
+
+def _has_deferred(value: Any) -> bool:
+    return any(isinstance(leaf, DeferredLogits) for leaf in tree_leaves(value))
 
 
 def _no_smoothing(model: nn.Module) -> str:

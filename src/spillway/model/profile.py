@@ -4,14 +4,16 @@ The forward runs on fake tensors: shapes and dtypes only, no memory, no arithmet
 (`.item()`, `if tensor:`) that is impossible and the caller profiles a real forward instead.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spillway.model.alike import AlikeCalls, given_by
@@ -45,9 +47,16 @@ class UnitCall:
 
     def run_in_pieces(self) -> Any:
         """Of a LOSS: the sum over pieces of the rows of its arguments."""
+        return sum(self.function(*part, **self.kwargs) for part in self._parts())
+
+    def run_recomputed(self) -> Any:
+        """Of a LOSS whose weights are always at hand: the same, each piece computed again in backward."""
+        function = partial(self.function, **self.kwargs)  # it draws nothing
+        return sum(checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False) for part in self._parts())
+
+    def _parts(self) -> Iterator[list[torch.Tensor]]:
         rows, step = self.args[0].shape[0], self.chunk_rows
-        parts = ([arg[start : start + step] for arg in self.args] for start in range(0, rows, step))
-        return sum(self.function(*part, **self.kwargs) for part in parts)
+        return ([arg[start : start + step] for arg in self.args] for start in range(0, max(rows, 1), step))
 
 
 @dataclass(slots=True)
@@ -302,7 +311,8 @@ def _shape_of(
     elements = sum(tensor.numel() for tensor in call.inputs.values())
     whole = CallShape(call.unit, call.member, call.kind, 1, 0, none, none, acts, inputs, outputs, elements=elements)
     if call.kind == "LOSS":
-        return replace(whole, chunks=-(-call.rows // call.chunk_rows), chunk_rows=call.chunk_rows, cut_inputs=inputs)
+        chunks = max(-(-call.rows // call.chunk_rows), 1)
+        return replace(whole, chunks=chunks, chunk_rows=call.chunk_rows, cut_inputs=inputs)
     if grown is None or micro_batch is None or micro_batch >= rows or call.mixes_rows:
         return whole
     cut_inputs = _grown_places(call.inputs, grown.inputs)

@@ -71,24 +71,26 @@ class Candidates:
         self, placement: Placement, deferred: Collection[int], visiting: Collection[int]
     ) -> tuple[UnitPlacement, ...]:
         """Where each unit rests, and when and where it is updated. Alike ones are one object."""
-        different = {id(where): where for where in placement.units}
+        different = dict(zip(map(id, placement.units), placement.units, strict=True))
         known: dict[UnitPlacement, UnitPlacement] = {}
         every = self.space.policy.visits
 
         def settled(where: UnitPlacement, defers: bool, visits: bool) -> UnitPlacement:
             trained = where.states != "none"
-            new = replace(
-                where,
-                defers=trained and (defers or self._must_defer(placement, where)),
-                visits=trained and where.states != "device" and (every or visits),
-            )
+            late = trained and (defers or self._must_defer(placement, where))
+            there = trained and where.states != "device" and (every or visits)
+            changed = where.defers != late or where.visits != there
+            new = replace(where, defers=late, visits=there) if changed else where
             return known.setdefault(new, new)
 
+        if not deferred and not visiting:  # most of them by far
+            alike = {number: settled(where, False, False) for number, where in different.items()}
+            return tuple(map(alike.__getitem__, map(id, placement.units)))
         choices = {
             (number, defers, visits): settled(where, defers, visits)
             for number, where in different.items()
-            for defers in ((False, True) if deferred else (False,))
-            for visits in ((False, True) if visiting else (False,))
+            for defers in (False, True)
+            for visits in (False, True)
         }
         return tuple(
             choices[id(where), unit in deferred, unit in visiting] for unit, where in enumerate(placement.units)

@@ -52,7 +52,7 @@ def extents_of_units(placement: Placement) -> tuple[int, ...]:
     keep = placement.keep
     if not keep.last:
         return tuple(int(keep.of_memory or "disk" in (where.weights, where.states)) for where in placement.units)
-    different = {id(where): where for where in placement.units}.values()
+    different = list(dict(zip(map(id, placement.units), placement.units, strict=True)).values())
     any_on_disk = any("disk" in (where.weights, where.states) for where in different)
     if all(where.states in ("disk", "none") for where in different):
         trained = keep.last + 1
@@ -61,7 +61,8 @@ def extents_of_units(placement: Placement) -> tuple[int, ...]:
     else:
         trained = keep.last + 1 if keep.of_memory else 0
     frozen = 1 if any_on_disk or keep.of_memory else 0
-    return tuple(frozen if where.states == "none" else trained for where in placement.units)
+    copies = {id(where): frozen if where.states == "none" else trained for where in different}
+    return tuple(map(copies.__getitem__, map(id, placement.units)))
 
 
 def grads_at_home(placement: Placement, unit: int) -> bool:

@@ -80,22 +80,31 @@ class Start:
         does not fit either."""
         if candidate.peaks.disk <= self._budget.disk_bytes or self._request.fixed is not None:
             return None
-        units = len(candidate.placement.units)
         may_live = "device" in self._space.states and not self._device_is_host
-        for on_device in range(units + 1 if may_live else 1):
-            found = self._off_the_drives(candidate, units - on_device, on_device)
-            if found.peaks.device > self._budget.device_bytes or found.peaks.disk > self._budget.disk_bytes:
-                break
-            low, high = 0, units - on_device
-            while high - low > 1:
-                middle = (low + high) // 2
-                trial = self._off_the_drives(candidate, middle, on_device)
-                low, high, found = (
-                    (low, middle, trial) if trial.peaks.disk <= self._budget.disk_bytes else (middle, high, found)
-                )
-            if self._candidates.fits(found):
-                return found
-        return None
+        # The more live on the device, the fewer have to be in memory.
+        low, high = -1, len(candidate.placement.units) if may_live else 0
+        best = self._fewest_in_memory(candidate, high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            trial = self._fewest_in_memory(candidate, middle)
+            if trial.peaks.host <= self._budget.host_bytes and trial.peaks.disk <= self._budget.disk_bytes:
+                high, best = middle, trial
+            else:
+                low = middle
+        return best if self._candidates.fits(best) else None
+
+    def _fewest_in_memory(self, candidate: Candidate, on_device: int) -> Candidate:
+        """With so many units on the device, and as few in host memory as the drives have no room for."""
+        low, high = -1, len(candidate.placement.units) - on_device
+        best = self._off_the_drives(candidate, high, on_device)
+        while high - low > 1:
+            middle = (low + high) // 2
+            trial = self._off_the_drives(candidate, middle, on_device)
+            if trial.peaks.disk <= self._budget.disk_bytes:
+                high, best = middle, trial
+            else:
+                low = middle
+        return best
 
     def _out_of_memory(self, candidate: Candidate) -> Candidate:
         """Where everything begins in host memory and that has no room for it: as many units on the device as it has
@@ -117,15 +126,22 @@ class Start:
         """With the last so many units that are trained wholly on the device, and the first so many in host memory."""
         units = list(candidate.placement.units)
         trained = [index for index, where in enumerate(units) if where.states == self._space.states[0]]
-        there = set(trained[max(len(trained) - on_device, 0) :])
-        for index in there:
-            units[index] = replace(units[index], weights="device", states="device", grads="device")
-        if "host" in self._space.states:
-            for index in [index for index in trained if index not in there][:in_memory]:
-                where = units[index]
-                weights = "host" if where.weights == "disk" and "host" in self._space.weights else where.weights
-                units[index] = replace(where, weights=weights, states="host", grads="host")
+        far = max(len(trained) - on_device, 0)
+        known: dict[int, UnitPlacement] = {}  # alike ones stay one object
+        for index in trained[far:]:
+            where = units[index]
+            units[index] = known.get(id(where)) or known.setdefault(
+                id(where), replace(where, weights="device", states="device", grads="device")
+            )
+        known = {}
+        for index in trained[:far][:in_memory] if "host" in self._space.states else ():
+            where = units[index]
+            units[index] = known.get(id(where)) or known.setdefault(id(where), self._in_memory(where))
         return self._candidates.of(with_part(candidate.placement, "units", units))
+
+    def _in_memory(self, where: UnitPlacement) -> UnitPlacement:
+        weights = "host" if where.weights == "disk" and "host" in self._space.weights else where.weights
+        return replace(where, weights=weights, states="host", grads="host")
 
     def _pipelines(self, update: str) -> Iterator[Placement]:
         """Ever smaller ones. The window takes device memory and subgroups take host memory: where these are one, slots
@@ -165,10 +181,12 @@ class Start:
         weights = "device" if states == "device" else space.weights[0]
         waits = update not in ("overlap", "overlap-naive") or request.clip or request.accumulation > 1
         grads = "device" if states == "device" else space.grads[0] if waits else "host"
+        known: dict[tuple[bool, bool], UnitPlacement] = {}  # alike ones are one object
         for index, unit in enumerate(self._model.units):
-            resident = index in self._model.resident_units
-            rests = states if unit.num_trainable else "none"
-            yield UnitPlacement("device" if resident else weights, rests, grads)
+            kind = resident, trained = index in self._model.resident_units, unit.num_trainable > 0
+            if kind not in known:
+                known[kind] = UnitPlacement("device" if resident else weights, states if trained else "none", grads)
+            yield known[kind]
 
     def _shortage(self, smallest: Candidate) -> str:
         need, have = smallest.peaks, self._budget

@@ -286,7 +286,7 @@ class Session:
     def call(self, call: UnitCall) -> Any:
         """What the call of a unit's member gives. Raises UsageError where it cannot be trained."""
         if call.unit in self.forwards.residents:
-            return call.run()
+            return call.run_recomputed() if call.kind == "LOSS" else call.run()
         if self.forwards.is_profiling:
             return self.forwards.call(call)
         if not torch.is_grad_enabled():
@@ -304,12 +304,18 @@ class Session:
         index = self._next_call
         self._next_call += 1
         shapes = self.engine.in_force.shapes
-        if index >= len(shapes) or (shapes[index].unit, shapes[index].member) != (call.unit, call.member):
+        known = None if index >= len(shapes) else (shapes[index].unit, shapes[index].member, shapes[index].kind)
+        if known != (call.unit, call.member, call.kind):
             raise UsageError(
                 f"the forward called {call.member} where the profiled forward did not: a model whose order of calls "
                 f"changes from batch to batch cannot be trained by Spillway (set layerdrop or stochastic depth to 0)"
             )
         return run_in_step(self, index, call)
+
+    def plans_loss(self, unit: int) -> bool:
+        """Whether a head gives its loss in the step under way, and not its logits."""
+        shapes = self.engine.in_force.shapes
+        return unit in self.forwards.residents or any((shape.unit, shape.kind) == (unit, "LOSS") for shape in shapes)
 
     @contextmanager
     def without_logits(self) -> Iterator[None]:
