@@ -77,13 +77,14 @@ class Candidates:
 
         def settled(where: UnitPlacement, defers: bool, visits: bool) -> UnitPlacement:
             trained = where.states != "none"
-            late = trained and (defers or self._must_defer(placement, where))
-            there = trained and where.states != "device" and (every or visits)
-            changed = where.defers != late or where.visits != there
-            new = replace(where, defers=late, visits=there) if changed else where
+            defers = trained and (defers or self._must_defer(placement, where))
+            visits = trained and where.states != "device" and (every or visits)
+            changed = where.defers != defers or where.visits != visits
+            new = replace(where, defers=defers, visits=visits) if changed else where
             return known.setdefault(new, new)
 
-        if not deferred and not visiting:  # most of them by far
+        late, there = frozenset(deferred), frozenset(visiting)
+        if not late and not there:  # most of them by far
             alike = {number: settled(where, False, False) for number, where in different.items()}
             return tuple(map(alike.__getitem__, map(id, placement.units)))
         choices = {
@@ -92,9 +93,7 @@ class Candidates:
             for defers in (False, True)
             for visits in (False, True)
         }
-        return tuple(
-            choices[id(where), unit in deferred, unit in visiting] for unit, where in enumerate(placement.units)
-        )
+        return tuple(choices[id(where), unit in late, unit in there] for unit, where in enumerate(placement.units))
 
     def _must_defer(self, placement: Placement, where: UnitPlacement) -> bool:
         """Whether a unit leaves its update to the next forward: as all do, because its gradients are summed on disk, or

@@ -71,7 +71,8 @@ def _numbers(sizes: Iterable[object]) -> list[int]:
 
 def _first_and_count(kinds: Iterable[object]) -> list[tuple[int, int]]:
     every = list(kinds)
-    return [(every.index(kind), count) for kind, count in Counter(every).items()]
+    first = dict(zip(reversed(every), range(len(every) - 1, -1, -1), strict=True))
+    return [(first[kind], count) for kind, count in Counter(every).items()]
 
 
 class SlabNames:

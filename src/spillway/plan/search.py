@@ -83,16 +83,25 @@ class Search:
         best: Timed | None = None
         listed = 0
         for number, found in enumerate(self._finalists()):
-            if number >= _FINALISTS and listed > _FINAL_OPS:
+            if best is not None and (self._is_tired or (number >= _FINALISTS and listed > _FINAL_OPS)):
                 break
-            fuller = self._with_wider_window(self._with_living_units(found))
-            whole = self._time_whole(self._with_more_slabs(fuller))
-            whole = self._in_best_mode(self._if_faster(whole, with_units_interleaved))
+            fuller = self._while_patient(found, self._with_living_units, self._with_wider_window, self._with_more_slabs)
+            whole = self._while_patient(self._time_whole(fuller), self._with_units_interleaved, self._in_best_mode)
             listed += len(whole.plan.ops)
             if best is None or whole.seconds < best.seconds:
                 best = whole
-        best = self._if_faster(required(best, "a search without finalists"), with_acts_interleaved)
-        return self._with_streams(self._with_read_ahead(best))
+        best = required(best, "a search without finalists")
+        return self._with_streams(self._while_patient(best, self._with_acts_interleaved, self._with_read_ahead))
+
+    @property
+    def _is_tired(self) -> bool:
+        return self._simulated > _PATIENCE
+
+    def _while_patient(self, found: Timed, *better: Callable[[Timed], Timed]) -> Timed:
+        """What these steps make of a plan; of one whose list is very long, without those that would take too long."""
+        for step in better:
+            found = found if self._is_tired else step(found)
+        return found
 
     def _finalists(self) -> list[Timed]:
         best = self._find()
@@ -115,7 +124,7 @@ class Search:
         living = (next(self._spare.with_living_units(way), None) for way in visiting)
         ways = {way.placement: (self._bound_of(way.placement), way) for way in living if way is not None}
         for bound, way in sorted(ways.values(), key=itemgetter(0)):
-            if _CLOSE * bound < best.seconds and self._simulated <= _PATIENCE:
+            if _CLOSE * bound < best.seconds and not self._is_tired:
                 best = min(best, self._time(way), key=_seconds)
         return best
 
@@ -157,6 +166,12 @@ class Search:
             if self._bound_of(other.placement) < best.seconds:
                 best = min(best, self._simulate(other), key=_seconds)
         return best
+
+    def _with_units_interleaved(self, best: Timed) -> Timed:
+        return self._if_faster(best, with_units_interleaved)
+
+    def _with_acts_interleaved(self, best: Timed) -> Timed:
+        return self._if_faster(best, with_acts_interleaved)
 
     def _if_faster(self, best: Timed, change: Callable[[Candidates, Candidate], Candidate]) -> Timed:
         """That plan with a change, where that makes it faster."""
@@ -233,7 +248,7 @@ class Search:
         """The best so far or a faster way to update of this candidate, whose ways all take `bound` at least."""
         first: Timed | None = None
         for variant in self._variants.of(candidate):
-            if best is not None and (best.seconds <= _CLOSE * bound or self._simulated > _PATIENCE):
+            if best is not None and (best.seconds <= _CLOSE * bound or self._is_tired):
                 break
             if best is not None and self._bound_of(variant.placement) >= best.seconds:
                 continue

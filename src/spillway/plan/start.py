@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from math import ceil
 
 from spillway.plan.candidates import Candidate, Candidates, with_part
 from spillway.spec.errors import PlanInfeasible
@@ -95,15 +96,19 @@ class Start:
 
     def _fewest_in_memory(self, candidate: Candidate, on_device: int) -> Candidate:
         """With so many units on the device, and as few in host memory as the drives have no room for."""
-        low, high = -1, len(candidate.placement.units) - on_device
-        best = self._off_the_drives(candidate, high, on_device)
-        while high - low > 1:
-            middle = (low + high) // 2
-            trial = self._off_the_drives(candidate, middle, on_device)
-            if trial.peaks.disk <= self._budget.disk_bytes:
-                high, best = middle, trial
-            else:
-                low = middle
+        have, low, high = self._budget.disk_bytes, 0, len(candidate.placement.units) - on_device
+        over, best = (self._off_the_drives(candidate, count, on_device) for count in (low, high))
+        if over.peaks.disk <= have:
+            return over
+        halves = False  # every other time, for units are mostly, but not all alike
+        while high - low > 1 and best.peaks.disk <= have:
+            share = 0.5 if halves else (over.peaks.disk - have) / (over.peaks.disk - best.peaks.disk)
+            guess = min(max(low + ceil((high - low) * share), low + 1), high - 1)
+            trial = self._off_the_drives(candidate, guess, on_device)
+            low, over, high, best = (
+                (low, over, guess, trial) if trial.peaks.disk <= have else (guess, trial, high, best)
+            )
+            halves = not halves
         return best
 
     def _out_of_memory(self, candidate: Candidate) -> Candidate:
