@@ -285,6 +285,20 @@ class Penalised(Own):
         return found
 
 
+class PenalisedTwice(Own):
+    """And does more with its logits."""
+
+    def forward(self, labels: Any = None, **batch: Any) -> Any:
+        logits = self.lm_head(self.hidden(batch))
+        found = self.output(logits, labels)
+        found.loss = found.loss + 1e-3 * (self.lm_head.weight.square().mean() + logits.logsumexp(-1).square().mean())
+        return found
+
+
+def test_a_head_that_stays_on_the_device_may_give_whole_logits() -> None:
+    assert_trains_as_plain(of_class(PenalisedTwice), loss_of)
+
+
 def test_the_loss_of_a_head_that_stays_on_the_device_is_in_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_trains_as_plain(of_class(Penalised), loss_of)
     rows: list[int] = []

@@ -141,7 +141,8 @@ class ChunkedLoss:
             return False  # which want logits
         if self._session.forwards.is_profiling:
             return self._defers
-        return self._session.plans_loss(self._unit) if call.has_grad else not self._never
+        is_planned = call.has_grad and self._unit not in self._session.forwards.residents
+        return self._session.plans_loss(self._unit) if is_planned else not self._never
 
     # What deferred logits ask for #
 
@@ -151,7 +152,7 @@ class ChunkedLoss:
             raise TypeError(f"{wanted} is not known of logits in pieces")
         if torch.is_grad_enabled():
             self._never = True
-            self._session.schedules.forget(self._session.engine.in_force)
+            self._session.schedules.drop(self._session.engine.in_force)
             raise UsageError(
                 f"{type(self._model).__name__} does more with its logits ({wanted}) than when a batch of this shape "
                 f"was planned, where they were never whole: from the next batch on they are; this one is lost"

@@ -314,8 +314,7 @@ class Session:
 
     def plans_loss(self, unit: int) -> bool:
         """Whether a head gives its loss in the step under way, and not its logits."""
-        shapes = self.engine.in_force.shapes
-        return unit in self.forwards.residents or any((shape.unit, shape.kind) == (unit, "LOSS") for shape in shapes)
+        return any((shape.unit, shape.kind) == (unit, "LOSS") for shape in self.engine.in_force.shapes)
 
     @contextmanager
     def without_logits(self) -> Iterator[None]:
