@@ -10,13 +10,14 @@ from spillway.spec.errors import DeviceMemoryError, HostMemoryError, SpillwayErr
 
 _WANTED = re.compile(r"allocate ([\d.]+ \w+)")
 _CPU = "DefaultCPUAllocator"  # whose failures are plain RuntimeErrors
+_GPU = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # and of what allocates beside PyTorch
 
 
 def as_memory_error(error: RuntimeError, what: str) -> SpillwayError | None:
     """What the user is to hear of an error that `what` met; None where it is of something else than memory."""
     found = _WANTED.search(str(error))
     wanted = f" for {found[1]}" if found else ""
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _GPU):
         return DeviceMemoryError(
             f"{what} found no room{wanted} on the GPU: give a smaller device_memory, so that the plan leaves more "
             f"free, or end what else uses it"
