@@ -142,7 +142,35 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
     return torch.as_tensor(model(**batch).loss)
 
 
-@pytest.mark.parametrize("kind", (WithoutGradient, ByKeyword, WithMore, Named))
+class InPlace(Own):
+    """Scales its logits, which have another name, too."""
+
+    def forward(self, labels: Any = None, **batch: Any) -> Any:
+        logits = same = self.lm_head(self.hidden(batch))
+        same *= 0.5
+        return self.output(logits, labels)
+
+
+class Swallowing(Own):
+    """What goes wrong with a further loss."""
+
+    def forward(self, labels: Any = None, **batch: Any) -> Any:
+        logits = self.lm_head(self.hidden(batch))
+        found = self.output(logits, labels)
+        try:
+            more = logits.square().mean()
+        except Exception:
+            more = 0
+        found.loss = found.loss + 1e-3 * more
+        return found
+
+
+class BiasFirst(Own):
+    def forward(self, labels: Any = None, **batch: Any) -> Any:
+        return self.output(torch.linspace(0, 1, models.VOCAB) + self.lm_head(self.hidden(batch)), labels)
+
+
+@pytest.mark.parametrize("kind", (WithoutGradient, ByKeyword, WithMore, Named, InPlace, Swallowing, BiasFirst))
 def test_what_a_model_does_around_its_head_is_as_in_plain_pytorch(kind: type) -> None:
     assert_trains_as_plain(of_class(kind), loss_of)
 
@@ -285,6 +313,26 @@ class Penalised(Own):
         return found
 
 
+class Noisy(nn.Linear):
+    """A head that draws."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.dropout(hidden, 0.3))
+
+
+def test_a_head_that_stays_on_the_device_draws_once() -> None:
+    plain = of_class(Penalised)
+    plain.lm_head.__class__ = Noisy
+
+    def step(model: Any, batch: Batch) -> torch.Tensor:
+        torch.manual_seed(0)
+        return loss_of(model, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(chunked._LOGIT_BYTES, "cpu", 1 << 20)  # one piece: plain PyTorch draws for all rows at once
+        assert_trains_as_plain(plain, step)
+
+
 class PenalisedTwice(Own):
     """And does more with its logits."""
 
@@ -310,3 +358,79 @@ def test_the_loss_of_a_head_that_stays_on_the_device_is_in_pieces_too(monkeypatc
     loss.backward()
     assert rows and max(rows) <= 5, "computed again, a piece at a time"
     spillway.close(model)
+
+
+class Keeping(Own):
+    """Its logits, for whoever asks later."""
+
+    def forward(self, *args: Any, **batch: Any) -> Any:
+        found = super().forward(*args, **batch)
+        self.kept = found.logits
+        return found
+
+
+def test_logits_that_were_kept_of_a_forward_with_labels_are_no_others() -> None:
+    model, optimizer = spillway.prepare(of_class(Keeping), SETTINGS, device="cpu")
+    loss_of(model, models.batch("llama", 0)).backward()
+    optimizer.step()
+    with torch.no_grad(), pytest.raises(UsageError, match=r"were kept and are used now \(argmax\): they were never"):
+        model.kept.argmax(-1)  # type: ignore[union-attr,operator]
+    spillway.close(model)
+
+
+def test_a_hook_of_the_head_that_comes_later_costs_one_batch() -> None:
+    model, _ = spillway.prepare(models.llama(), SETTINGS, device="cpu")
+    batch = models.batch("llama", 0)
+    loss_of(model, batch)
+    model.lm_head.register_forward_hook(lambda module, args, output: None)  # type: ignore[union-attr,operator]
+    with pytest.raises(UsageError, match=r"does more with its logits \(a hook of the head\)"):
+        loss_of(model, batch)
+    loss_of(model, batch)
+    assert not is_in_pieces(model)
+    spillway.close(model)
+
+
+def test_smoothing_ends_with_a_word_where_logits_are_whole_later() -> None:
+    model, _ = spillway.prepare(of_class(MoreLater), SETTINGS, device="cpu", label_smoothing=0.3)
+    batch = models.batch("llama", 0)
+    loss_of(model, batch)
+    model.more = True  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="does more with its logits"):
+        loss_of(model, batch)
+    model.more = False  # type: ignore[assignment]
+    model.train()
+    with torch.no_grad(), pytest.raises(UsageError, match="label smoothing is not for MoreLater"):
+        loss_of(model, batch)
+    with pytest.raises(UsageError, match="label smoothing is not for MoreLater"):
+        loss_of(model, batch)
+    spillway.close(model)
+
+
+def test_two_models_may_have_one_head() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = models.llama(), models.llama()
+            self.other.lm_head = self.one.lm_head
+
+        def forward(self, **batch: torch.Tensor) -> CausalLMOutputWithPast:
+            return CausalLMOutputWithPast(loss=self.one(**batch).loss + self.other(**batch).loss)
+
+    assert_trains_as_plain(Two(), loss_of)
+
+
+def test_an_evaluation_that_ctrl_c_ended_leaves_the_head_as_it_was() -> None:
+    model, _ = spillway.prepare(models.llama(), SETTINGS, device="cpu")
+    batch = models.batch("llama", 0)
+    stop = model.model.norm.register_forward_hook(interrupt)  # type: ignore[union-attr]
+    with torch.no_grad(), prepared(model).session.without_logits(), pytest.raises(KeyboardInterrupt):
+        model(**batch)
+    stop.remove()
+    with torch.no_grad():
+        hidden = model.model(batch["input_ids"]).last_hidden_state  # type: ignore[operator]
+        assert isinstance(model.lm_head(hidden), torch.Tensor)  # type: ignore[operator]
+    spillway.close(model)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

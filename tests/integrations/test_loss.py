@@ -199,7 +199,7 @@ class Owner:
 
 
 def deferred(hidden: torch.Tensor, has_whole: bool = False) -> DeferredLogits:
-    return DeferredLogits(hidden, 5, Owner(has_whole), nullcontext)
+    return DeferredLogits(hidden, 5, Owner(has_whole), nullcontext, None)
 
 
 def test_deferred_logits_are_scaled_capped_and_shaped_like_logits() -> None:

@@ -36,6 +36,7 @@ class DeferredLogits:
     vocab_size: int
     owner: Owner
     autocast: Callable[[], Any]  # as it was where the head was called
+    call: object  # of the model, that they are of
     steps: tuple[_Step, ...] = ()
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
@@ -139,7 +140,10 @@ def _of_whole(name: str) -> Callable[..., Any]:
 
 
 # Which Python looks for in the class alone.
-for _name in ("sub", "rsub", "neg", "pow", "matmul", "lt", "le", "gt", "ge", "len", "iter"):
+for _name in (
+    *("neg", "abs", "invert", "sub", "rsub", "rtruediv", "pow", "rpow", "mod", "floordiv", "matmul", "rmatmul"),
+    *("iadd", "isub", "imul", "itruediv", "lt", "le", "gt", "ge", "len", "iter", "setitem"),
+):
     setattr(DeferredLogits, f"__{_name}__", _of_whole(f"__{_name}__"))
 
 

@@ -4,7 +4,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -16,7 +16,8 @@ from spillway.integrations.logits import DeferredLogits, apply_steps
 from spillway.model.profile import UnitCall
 from spillway.runtime.calls import autocast_of
 from spillway.runtime.session import Session
-from spillway.runtime.unit import original_forward
+from spillway.runtime.unit import is_streamed, original_forward
+from spillway.runtime.within import num_calls
 from spillway.spec.errors import UsageError
 
 # Logits of one piece of the loss, in float32: where a GPU computes, larger ones, for every piece reads the head anew.
@@ -26,13 +27,19 @@ _LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 _MOST_ROUNDINGS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Call:
-    """A forward of the model that is under way."""
+    """A forward of the model."""
 
     needs_loss_alone: bool  # it was given labels, and nobody wants its logits
     has_grad: bool
     num_items: Any  # what its loss is divided by, where it was told
+    has_loss: bool = False  # that was taken of deferred logits
+    is_over: bool = False
+
+
+class _NotInPieces(Exception):
+    """Of a forward that is looked at. (No TypeError: operators of tensors keep that to themselves.)"""
 
 
 class ChunkedLoss:
@@ -65,40 +72,50 @@ class ChunkedLoss:
         self._calls: list[_Call] = []  # a model may call itself
         self._defers = False  # in the forward that is profiled
         self._never = False  # for the model does more with its logits
-        # Of that forward: logits whose loss was taken, and those that were given and it was not.
-        self._taken = self._untaken = 0
+        # Of that forward: logits whose loss was taken, those of which it was not, and whether more was asked of any.
+        self._taken, self._untaken, self._asked_more = 0, 0, False
 
     def install(self) -> None:
         """Put this in the place of the head's forward."""
         self._head.forward = self._forward_head  # type: ignore[method-assign]
         hooks = (
             self._called.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
-            self._called.register_forward_hook(self._end, always_call=True),
+            self._called.register_forward_hook(self._end, prepend=True, always_call=True),
         )
         self._session.on_undo += [hook.remove for hook in hooks]
         self._session.forwards.trials.append(self._try)
+        self._session.forwards.on_begin.append(self._count_anew)
+
+    def _count_anew(self) -> None:
+        self._taken, self._untaken, self._asked_more = 0, 0, False
 
     def _try(self, profile: Callable[[], Any]) -> Any:
         """Profile with deferred logits; again without where the model does more with them than take the loss. Raises
         UsageError where the loss should be smoothed and is not taken of deferred logits."""
-        self._defers, self._taken, self._untaken = not self._never, 0, 0
+        self._defers = not self._never
         try:
             result = profile()
         except Exception:
             if not self._defers:
                 raise
-            self._untaken = 1
-        if self._untaken > 0:
-            self._defers, self._taken = False, 0
+            self._asked_more = True
+        if self._asked_more or self._untaken > 0:
+            self._defers = False
             result = profile()  # an error with whole logits, too, says nothing of them
-            self._never = True
+            self._give_up()
         if self._smoothing and not self._taken:
             raise UsageError(_no_smoothing(self._model))
         return result
 
+    def _give_up(self) -> None:
+        """Keep logits whole from now on, also in plans that were made."""
+        self._never = True
+        self._session.schedules.drop_all()
+
     # A forward of the model #
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del self._calls[num_calls(self._called) - 1 :]  # those that Ctrl-C ended
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         has_grad = torch.is_grad_enabled()
         needs_loss_alone = has_grad or not self._session.wants_logits or self._smoothing > 0
@@ -107,8 +124,20 @@ class ChunkedLoss:
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Without deferred logits, or with what they stand for where that is wanted beside the loss."""
-        if self._calls:  # nothing, where another hook failed before it began
-            self._calls.pop()
+        call = self._calls.pop() if len(self._calls) == num_calls(self._called) else None
+        if call is not None:  # nothing, where another hook failed before it began
+            self._refuse_unsmoothed(call, output)
+            output = self._without_deferred(output)
+            call.is_over = True
+        return output
+
+    def _refuse_unsmoothed(self, call: _Call, output: Any) -> None:
+        """Raise UsageError for a loss that should be smoothed and was not (`output`: None where the forward failed)."""
+        is_profiled = self._session.forwards.is_profiling  # which is tried in both ways
+        if self._smoothing and call.needs_loss_alone and not call.has_loss and output is not None and not is_profiled:
+            raise UsageError(_no_smoothing(self._model))
+
+    def _without_deferred(self, output: Any) -> Any:
         if not isinstance(output, transformers.utils.ModelOutput):
             return self._settled(output) if _has_deferred(output) else output
         for key, value in list(output.items()):
@@ -131,38 +160,63 @@ class ChunkedLoss:
         if not is_plain or not self._may_defer():
             return self._wrapped_head(*args, **kwargs)
         self._untaken += 1
-        return DeferredLogits(args[0], self._head.out_features, self, autocast_of(args[0].device))
+        return DeferredLogits(args[0], self._head.out_features, self, autocast_of(args[0].device), self._calls[-1])
 
     def _may_defer(self) -> bool:
+        del self._calls[num_calls(self._called) :]
         call = self._calls[-1] if self._calls else None
         if call is None or not call.needs_loss_alone or call.has_grad != torch.is_grad_enabled():
             return False
-        if self._head._forward_hooks or self._head._backward_hooks or self._head._backward_pre_hooks:
-            return False  # which want logits
         if self._session.forwards.is_profiling:
-            return self._defers
-        is_planned = call.has_grad and self._unit not in self._session.forwards.residents
-        return self._session.plans_loss(self._unit) if is_planned else not self._never
+            return self._defers and not self._has_hooks
+        if not call.has_grad or self._unit in self._session.forwards.residents:
+            return not self._never and not self._has_hooks
+        is_planned = self._session.plans_loss(self._unit)
+        if is_planned and self._has_hooks:
+            self._refuse_more("a hook of the head")
+        return is_planned
+
+    @property
+    def _has_hooks(self) -> bool:
+        """Which want logits."""
+        head = self._head
+        return bool(head._forward_hooks or head._backward_hooks or head._backward_pre_hooks)
 
     # What deferred logits ask for #
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def whole(self, logits: DeferredLogits, wanted: str) -> torch.Tensor:
-        """See Owner. Raises UsageError in a step, which has no room for them."""
+        """See Owner. Raises UsageError in a step, which has no room for them, and when the forward is over."""
+        self._refuse_over(logits, wanted)
         if self._session.forwards.is_profiling:
-            raise TypeError(f"{wanted} is not known of logits in pieces")
+            self._asked_more = True
+            raise _NotInPieces(wanted)
         if torch.is_grad_enabled():
-            self._never = True
-            self._session.schedules.drop(self._session.engine.in_force)
-            raise UsageError(
-                f"{type(self._model).__name__} does more with its logits ({wanted}) than when a batch of this shape "
-                f"was planned, where they were never whole: from the next batch on they are; this one is lost"
-            )
+            self._refuse_more(wanted)
         return logits.applied(self._wrapped_head(logits.hidden))
 
+    def _refuse_more(self, wanted: str) -> NoReturn:
+        self._give_up()
+        raise UsageError(
+            f"{type(self._model).__name__} does more with its logits ({wanted}) than when a batch of this shape was "
+            f"planned, where they were never whole: from the next batch on they are; this one is lost"
+        )
+
+    def _refuse_over(self, logits: DeferredLogits, wanted: str) -> None:
+        if isinstance(logits.call, _Call) and logits.call.is_over:
+            raise UsageError(
+                f"logits of a forward of {type(self._model).__name__} with labels were kept and are used now "
+                f"({wanted}): they were never computed; call the model without labels to have them"
+            )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def loss(
         self, logits: DeferredLogits, targets: torch.Tensor, ignore_index: int, reduction: str, smoothing: float
     ) -> torch.Tensor:
         """See Owner."""
+        self._refuse_over(logits, "cross_entropy")
+        if isinstance(logits.call, _Call):
+            logits.call.has_loss = True
         self._taken, self._untaken = self._taken + 1, self._untaken - 1
         smoothing = self._smoothing or smoothing
         steps, autocast = logits.steps, logits.autocast  # and not the hidden states, which may be moved meanwhile
@@ -201,7 +255,8 @@ def install_loss(
     head = model.get_output_embeddings()
     members = ((index, path, module) for index, unit in enumerate(session.units) for path, module in unit.members)
     place = next(((index, path) for index, path, module in members if module is head), None)
-    if isinstance(head, nn.Linear) and head._compiled_call_impl is None and place:
+    # Two models may have one head: the loss of the first one has it then.
+    if isinstance(head, nn.Linear) and head._compiled_call_impl is None and place and is_streamed(head):
         ChunkedLoss(model, called, session, head, place, label_smoothing).install()
     elif label_smoothing:
         raise UsageError(_no_smoothing(model))

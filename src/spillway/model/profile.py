@@ -51,8 +51,8 @@ class UnitCall:
 
     def run_recomputed(self) -> Any:
         """Of a LOSS whose weights are always at hand: the same, each piece computed again in backward."""
-        function = partial(self.function, **self.kwargs)  # it draws nothing
-        return sum(checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False) for part in self._parts())
+        function = partial(self.function, **self.kwargs)
+        return sum(checkpoint(function, *part, use_reentrant=False) for part in self._parts())
 
     def _parts(self) -> Iterator[list[torch.Tensor]]:
         rows, step = self.args[0].shape[0], self.chunk_rows

@@ -101,6 +101,7 @@ class Forwards:
         by itself. `is_open`: whether weights are at rest."""
         self.trials: list[Trial] = []
         self.looks: list[Look] = []
+        self.on_begin: list[Callable[[], None]] = []  # of a forward that is looked at
         self.calls_beside = False  # of the last forward: units were called without gradients, too
         # Units whose parameters are used outside of their calls as well, or have none: they are bound all through.
         self.residents = frozenset(index for index, unit in enumerate(units) if not unit.members)
@@ -261,6 +262,8 @@ class Forwards:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], profiler: Profiler, is_real: bool
     ) -> list[CallRecord]:
         self._profiler, self._is_real, self.calls_beside = profiler, is_real, False
+        for begin in self.on_begin:
+            begin()
         try:
             self._model(*args, **kwargs)
         finally:

@@ -67,9 +67,9 @@ class Schedules:
         del self._known[key]
         return True
 
-    def drop(self, schedule: Schedule) -> None:
-        """Make the next schedule for its batches anew."""
-        self._known = {key: known for key, known in self._known.items() if known is not schedule}
+    def drop_all(self) -> None:
+        """Make the next schedule of every batch anew."""
+        self._known.clear()
 
     def _make(self, batch: Batch) -> Schedule:
         cut = self._micro_batch if self._micro_batch is not None and self._micro_batch < batch.rows else None

@@ -1,6 +1,5 @@
 """One model in training: turns the user's forward, backward and optimizer step into the operations of the plan."""
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -35,6 +34,7 @@ from spillway.runtime.rounds import Rounds
 from spillway.runtime.schedules import Planner, Schedule, Schedules
 from spillway.runtime.unit import SideOutputs, returned_alone, run_in_step, stand_down, stand_in
 from spillway.runtime.window import Gradients, bind_residents, unbind_residents, weight_views
+from spillway.runtime.within import num_calls
 from spillway.spec.defaults import nothing
 from spillway.spec.errors import UsageError, required
 from spillway.spec.trace import StepResult
@@ -153,7 +153,7 @@ class Session:
         if torch.is_grad_enabled():
             self._begin(args, kwargs)
             return
-        if self._phase is Phase.FORWARD and not _is_called_within(self.model):  # Ctrl-C ended one: no hook is told
+        if self._phase is Phase.FORWARD and num_calls(self.model) < 2:  # Ctrl-C ended one: no hook is told
             self.settle()
         self._give_up_failed()
         if not self._in_step:
@@ -458,16 +458,6 @@ class Session:
         # Only now: a step that failed is given up by `settle`.
         self._phase = Phase.NONE
         self.rounds.end()
-
-
-def _is_called_within(model: nn.Module) -> bool:
-    """Whether the call under way of this model was made within another one."""
-    frame, calls = inspect.currentframe(), 0
-    while frame is not None and calls < 2:
-        is_call = frame.f_code is nn.Module._call_impl.__code__
-        calls += is_call and frame.f_locals.get("self") is model
-        frame = frame.f_back
-    return calls > 1
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # what is traced cannot raise: this is called when it runs
