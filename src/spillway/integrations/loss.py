@@ -115,6 +115,8 @@ class ChunkedLoss:
     # A forward of the model #
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return  # which the session refuses
         del self._calls[num_calls(self._called) - 1 :]  # those that Ctrl-C ended
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         has_grad = torch.is_grad_enabled()
@@ -124,6 +126,8 @@ class ChunkedLoss:
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Without deferred logits, or with what they stand for where that is wanted beside the loss."""
+        if torch.compiler.is_compiling():
+            return output
         call = self._calls.pop() if len(self._calls) == num_calls(self._called) else None
         if call is not None:  # nothing, where another hook failed before it began
             self._refuse_unsmoothed(call, output)
