@@ -23,7 +23,7 @@ import spillway
 from spillway.api import close
 from spillway.assembly import prepared
 from spillway.integrations import loss as chunked
-from spillway.integrations.logits import DeferredLogits
+from spillway.integrations.logits import DeferredLogits, ModelCall
 from spillway.planning.profiler import ModelProfiler
 
 LR = 0.1
@@ -199,7 +199,7 @@ class Owner:
 
 
 def deferred(hidden: torch.Tensor, has_whole: bool = False) -> DeferredLogits:
-    return DeferredLogits(hidden, 5, Owner(has_whole), nullcontext, None)
+    return DeferredLogits(hidden, 5, Owner(has_whole), nullcontext, ModelCall(True, True))
 
 
 def test_deferred_logits_are_scaled_capped_and_shaped_like_logits() -> None:

@@ -26,6 +26,17 @@ class Owner(Protocol):
         an error where that cannot be had."""
 
 
+@dataclass(slots=True)
+class ModelCall:
+    """A forward of the model."""
+
+    needs_loss_alone: bool  # it was given labels, and nobody wants its logits
+    has_grad: bool
+    num_items: Any = None  # what its loss is divided by, where it was told
+    has_loss: bool = False  # that was taken of deferred logits
+    is_over: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredLogits:
     """The hidden states [..., width] of logits [..., vocabulary], and what the model does with their logits one by one
@@ -36,7 +47,7 @@ class DeferredLogits:
     vocab_size: int
     owner: Owner
     autocast: Callable[[], Any]  # as it was where the head was called
-    call: object  # of the model, that they are of
+    call: ModelCall  # that they are of
     steps: tuple[_Step, ...] = ()
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spillway.integrations.head import apply_head
-from spillway.integrations.logits import DeferredLogits, apply_steps
+from spillway.integrations.logits import DeferredLogits, ModelCall, apply_steps
 from spillway.model.profile import UnitCall
 from spillway.runtime.calls import autocast_of
 from spillway.runtime.session import Session
@@ -25,17 +24,6 @@ _LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 # The gradient of a 16-bit head is rounded once per piece. Up to so many the error is about a hundredth and has no
 # direction; beyond, what one piece adds is lost beside the sum of the others.
 _MOST_ROUNDINGS = 64
-
-
-@dataclass(slots=True)
-class _Call:
-    """A forward of the model."""
-
-    needs_loss_alone: bool  # it was given labels, and nobody wants its logits
-    has_grad: bool
-    num_items: Any  # what its loss is divided by, where it was told
-    has_loss: bool = False  # that was taken of deferred logits
-    is_over: bool = False
 
 
 class _NotInPieces(Exception):
@@ -69,7 +57,7 @@ class ChunkedLoss:
         self._own_forward = original_forward(head)
         self._wrapped_head = head.forward
         self._names = tuple(inspect.signature(called.forward).parameters)
-        self._calls: list[_Call] = []  # a model may call itself
+        self._calls: list[ModelCall] = []  # a model may call itself
         self._defers = False  # in the forward that is profiled
         self._never = False  # for the model does more with its logits
         # Of that forward: logits whose loss was taken, those of which it was not, and whether more was asked of any.
@@ -122,7 +110,7 @@ class ChunkedLoss:
         has_grad = torch.is_grad_enabled()
         needs_loss_alone = has_grad or not self._session.wants_logits or self._smoothing > 0
         labelled = given.get("labels") is not None
-        self._calls.append(_Call(labelled and needs_loss_alone, has_grad, given.get("num_items_in_batch")))
+        self._calls.append(ModelCall(labelled and needs_loss_alone, has_grad, given.get("num_items_in_batch")))
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Without deferred logits, or with what they stand for where that is wanted beside the loss."""
@@ -135,7 +123,7 @@ class ChunkedLoss:
             call.is_over = True
         return output
 
-    def _refuse_unsmoothed(self, call: _Call, output: Any) -> None:
+    def _refuse_unsmoothed(self, call: ModelCall, output: Any) -> None:
         """Raise UsageError for a loss that should be smoothed and was not (`output`: None where the forward failed)."""
         is_profiled = self._session.forwards.is_profiling  # which is tried in both ways
         if self._smoothing and call.needs_loss_alone and not call.has_loss and output is not None and not is_profiled:
@@ -207,7 +195,7 @@ class ChunkedLoss:
         )
 
     def _refuse_over(self, logits: DeferredLogits, wanted: str) -> None:
-        if isinstance(logits.call, _Call) and logits.call.is_over:
+        if logits.call.is_over:
             raise UsageError(
                 f"logits of a forward of {type(self._model).__name__} with labels were kept and are used now "
                 f"({wanted}): they were never computed; call the model without labels to have them"
@@ -219,8 +207,7 @@ class ChunkedLoss:
     ) -> torch.Tensor:
         """See Owner."""
         self._refuse_over(logits, "cross_entropy")
-        if isinstance(logits.call, _Call):
-            logits.call.has_loss = True
+        logits.call.has_loss = True
         self._taken, self._untaken = self._taken + 1, self._untaken - 1
         smoothing = self._smoothing or smoothing
         steps, autocast = logits.steps, logits.autocast  # and not the hidden states, which may be moved meanwhile
@@ -241,7 +228,7 @@ class ChunkedLoss:
         if reduction == "sum":
             return total
         # What smooths labels in transformers divides by that, whatever the model's own loss does.
-        items = self._calls[-1].num_items if self._smoothing and self._calls else None
+        items = logits.call.num_items if self._smoothing else None
         return total / ((targets != ignore_index).sum() if items is None else items)
 
     def _piece_rows(self, num_rows: int, vocab_size: int) -> int:
