@@ -1,9 +1,11 @@
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+import emulated_gpu
 import sampling
 from spillway.hardware import timing
 
@@ -14,6 +16,8 @@ _LONG = ("test_crash.py", "test_train.py", "test_answer.py", "test_power_loss.py
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job: children would ignore it, too
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.get("SPILLWAY_EMULATED_GPU"):
+        emulated_gpu.install()
     sampling.whole = config.option.markexpr != "not full"
 
 
