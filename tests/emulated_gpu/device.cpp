@@ -96,8 +96,12 @@ class Queue {
 
   void wait() {
     without_gil([this] { mark()->wait(); });
-    Lock lock(error_mutex);
-    TORCH_CHECK(error.empty(), "CUDA error: an operator failed on the device: ", error);
+    std::string found;
+    {
+      Lock lock(error_mutex);
+      std::swap(found, error);  // told once: a process that tests goes on
+    }
+    TORCH_CHECK(found.empty(), "CUDA error: an operator failed on the device: ", found);
   }
 
  private:

@@ -92,6 +92,18 @@ def change_one_of_two(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return made * changed
 
 
+@pytest.mark.parametrize("kind", (lambda: nn.Linear(8, 8), Two), ids=("all", "one of two"))
+def test_what_a_tape_holds_and_the_model_changes_is_computed_again(kind: Callable[[], nn.Module]) -> None:
+    plain = Chain(change_one_of_two if kind is Two else change_output)
+    plain.blocks = nn.ModuleList(kind() for _ in range(3))
+    model, x = copy.deepcopy(plain), torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
+    expected = torch.autograd.grad(plain(x), [x])
+    spillway.prepare(model, spillway.AdamW(), device="cpu", activations="tape")
+    model(x).backward()
+    torch.testing.assert_close([x.grad], list(expected))
+    spillway.close(model)
+
+
 @pytest.mark.parametrize("activations", ("recompute", "tape", "keep", "host"))
 @pytest.mark.parametrize(
     ("kind", "between"), ((Saving, add_in_place), (Saving, change_output), (Two, change_one_of_two))

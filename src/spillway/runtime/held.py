@@ -22,9 +22,14 @@ class Held:
         """As it is now, without its graph."""
         return cls(tensor.detach(), tensor._version)
 
+    @property
+    def was_changed(self) -> bool:
+        """Whether it is no longer what it was."""
+        return self.tensor._version != self.version
+
     def unchanged(self, name: str) -> torch.Tensor:
         """The tensor. Raises UsageError, naming the call, where it was changed since."""
-        if self.tensor._version != self.version:
+        if self.was_changed:
             raise UsageError(
                 f"an input or output of {name} that its backward needs was changed in place after the call, as "
                 f"`x += block(x)` does: write x = x + block(x)"

@@ -19,7 +19,8 @@ from spillway.spec.sizes import PAGE
 
 @dataclass(slots=True)
 class _Output:
-    """What one operator gave: its tensors, in place or as the bytes that wait elsewhere."""
+    """What one operator gave: its tensors, in place or as the bytes that wait elsewhere; nothing where it has to run
+    again."""
 
     func: Any
     leaves: list[Any]
@@ -50,6 +51,11 @@ class _Part:
 
     outputs: list[_Output] = field(default_factory=list)
     returned: dict[int, Held] = field(default_factory=dict)
+
+    def held(self, output: _Output) -> list[Held]:
+        """What of this output the call gave to others, too."""
+        leaves = (leaf for leaf in output.leaves if isinstance(leaf, torch.Tensor))
+        return [self.returned[address] for address in map(address_of, leaves) if address in self.returned]
 
     def waiting(self) -> set[int]:
         """Addresses of the storages of all that waits where it is."""
@@ -106,12 +112,15 @@ class Tape:
         self._slab = slab
 
     def replay(self, index: int) -> "Replayer":
-        """The context in which a micro-batch is computed again; what was kept of it is then forgotten here. Raises
-        UsageError where it was changed."""
+        """The context in which a micro-batch is computed again; what was kept of it is then forgotten here. What was
+        changed since is made again. Raises UsageError where that draws random numbers."""
         part, self._parts[index] = self._parts[index], _Part()
-        for leaf in (leaf for output in part.outputs for leaf in output.leaves):
-            if isinstance(leaf, torch.Tensor) and address_of(leaf) in part.returned:
-                part.returned[address_of(leaf)].unchanged(self._name)
+        for output in part.outputs:
+            changed = [held for held in part.held(output) if held.was_changed]
+            if changed and torch.Tag.nondeterministic_seeded in output.func.tags:
+                changed[0].unchanged(self._name)
+            if changed:
+                output.leaves.clear()
         return Replayer(self.classes, part.outputs, self._slab)
 
 
@@ -183,6 +192,8 @@ class Replayer(TorchDispatchMode):
                 f"runs {func}: keep settings that choose kernels (torch.nn.attention.sdpa_kernel, backend flags), and "
                 f"what a block reads of the outside, the same until backward is over"
             )
+        if not output.leaves:
+            return func(*args, **kwargs)
         leaves = [self._back(leaf) for leaf in output.leaves]
         output.leaves.clear()
         return tree_unflatten(leaves, output.spec)
