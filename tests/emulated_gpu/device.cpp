@@ -34,7 +34,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Lock = std::unique_lock<std::mutex>;
 
-std::atomic<int> most_delay_us{0};  // a stream waits up to so long before what it does next
+std::atomic<int> most_delay_us{0};  // streams wait up to so long before what they do next, each with its own pace
+constexpr int kPaces[] = {1, 0, 8};
 std::mutex error_mutex;
 std::string error;  // of the first operator that failed on the device
 
@@ -80,7 +81,7 @@ class Mark {
 
 class Queue {
  public:
-  Queue() { std::thread([this] { work(); }).detach(); }
+  explicit Queue(size_t number) : pace_(kPaces[number % 3]) { std::thread([this] { work(); }).detach(); }
 
   void submit(std::function<void()> task) {
     Lock lock(mutex_);
@@ -118,7 +119,7 @@ class Queue {
         task = std::move(tasks_.front());
         tasks_.pop_front();
       }
-      if (int most = most_delay_us) std::this_thread::sleep_for(std::chrono::microseconds(random() % (most + 1)));
+      if (int most = pace_ * most_delay_us) std::this_thread::sleep_for(std::chrono::microseconds(random() % (most + 1)));
       try {
         task();
       } catch (const std::exception& failure) {
@@ -128,6 +129,7 @@ class Queue {
     }
   }
 
+  const int pace_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
@@ -136,7 +138,7 @@ class Queue {
 // Streams. Queues are never given back: their threads end with the process.
 std::mutex streams_mutex;
 std::vector<Queue*>& queues() {
-  static auto* all = new std::vector<Queue*>{new Queue()};
+  static auto* all = new std::vector<Queue*>{new Queue(0)};
   return *all;
 }
 
@@ -153,7 +155,7 @@ c10::Stream stream_of(c10::StreamId stream) { return c10::Stream(c10::Stream::UN
 
 c10::StreamId new_stream() {
   Lock lock(streams_mutex);
-  queues().push_back(new Queue());
+  queues().push_back(new Queue(queues().size()));
   return static_cast<c10::StreamId>(queues().size()) - 1;
 }
 
@@ -384,10 +386,18 @@ std::vector<at::Tensor> tensors_of(const c10::IValue& value) {
   return value.isTensorList() ? value.toTensorVector() : std::vector<at::Tensor>();
 }
 
+// Whether an argument is only written (`out`). The CPU's kernel may give it several sizes on its way.
+bool is_output(const c10::Argument& argument) {
+  return argument.kwarg_only() && argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
+
+// Statistics of norms have another dtype on a GPU, as shapes alone say, than what the CPU's backward wants.
+bool is_norm(const std::string& name) { return name.find("_norm") != std::string::npos; }
+
 // The outputs of an operator that is yet to run, or nothing where only running it tells.
 std::optional<torch::jit::Stack> outputs_ahead(const c10::OperatorHandle& op, const torch::jit::Stack& args) {
   const auto& schema = op.schema();
-  if (is_random(args, schema)) return std::nullopt;
+  if (is_random(args, schema) || is_norm(schema.name())) return std::nullopt;
   for (const auto& result : schema.returns())
     if (kind_of(result) == Kind::value) return std::nullopt;
   torch::jit::Stack found = all_changed(args, as_meta, at::kMeta);
@@ -413,6 +423,12 @@ std::optional<torch::jit::Stack> outputs_ahead(const c10::OperatorHandle& op, co
   return outputs;
 }
 
+using Written = std::vector<std::pair<at::Tensor, at::Tensor>>;  // by a kernel on the CPU, and where it belongs
+
+void copy_all(Written& written) {
+  for (auto& [from, to] : written) to.copy_(from);
+}
+
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   auto count = schema.arguments().size();
@@ -420,6 +436,14 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto& queue = queue_of(current_stream);
   auto ahead = outputs_ahead(op, args);
   torch::jit::Stack there = all_changed(args, [&](const at::Tensor& tensor) { return operand(op, tensor); }, at::kCPU);
+  Written outputs;  // as the CPU's kernel fills them, and ours
+  for (size_t number = 0; number < count; ++number)
+    if (is_output(schema.arguments()[number]) && args[number].isTensor()) {
+      const auto& ours = args[number].toTensor();
+      there[number] = at::empty({0}, ours.options().device(at::kCPU));
+      outputs.emplace_back(there[number].toTensor(), ours);
+    }
+  if (schema.name() == "aten::histc") there[0] = there[0].toTensor().to(at::kDouble);  // a GPU counts integers, too
   stack->erase(stack->end() - count, stack->end());
   if (ahead) {
     std::vector<std::vector<at::Tensor>> targets;
@@ -429,8 +453,10 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         for (const auto& tensor : tensors_of((*ahead)[number]))
           targets.back().push_back(tensor.defined() ? on_host(tensor) : tensor);
     }
-    queue.submit([op, there, targets]() mutable {
+    for (auto& [_, ours] : outputs) ours = on_host(ours);
+    queue.submit([op, there, targets, outputs]() mutable {
       op.callBoxed(&there);
+      copy_all(outputs);
       for (size_t number = 0; number < targets.size(); ++number) {
         auto made = tensors_of(there[number]);
         for (size_t part = 0; part < targets[number].size(); ++part)
@@ -445,6 +471,10 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     at::NoGradGuard no_grad;
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(&there);
+  }
+  for (auto& [made, ours] : outputs) {
+    ours.resize_(made.sizes());
+    queue.submit([from = made, to = on_host(ours)]() mutable { to.copy_(from); });
   }
   for (size_t number = 0; number < there.size(); ++number) {
     const auto& result = schema.returns()[number];
