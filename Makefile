@@ -9,12 +9,15 @@ DEMO := demo
 DTYPE := $(shell grep -qw avx512f /proc/cpuinfo && echo bfloat16 || echo float32)
 # Many tests wait for the drive or for a child process: two workers a core, of half a gigabyte each.
 PARALLEL := -n $(shell expr 2 \* $$(nproc)) --maxprocesses 8 --dist worksteal
+# See tests/emulated_gpu; PyTorch that is built with CUDA takes the GPU there is. Its streams are threads: a worker a core.
+ON_A_GPU := SPILLWAY_EMULATED_GPU=1 $(BIN)/python -m pytest -n $(shell nproc) --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo test test-full lint native clean
+.PHONY: help demo test test-full test-gpu lint native clean
 
 help:
 	@echo "make demo   set up and fine-tune a 128M model with its state on disk (2 to 8 minutes)"
 	@echo "make test   set up, lint, check types and imports, run the tests"
+	@echo "make test-gpu   those for a GPU, all of them; on an emulated one where PyTorch is built without CUDA"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -51,9 +54,13 @@ lint: $(VENV)/.test-tools
 
 test: $(VENV)/.test-tools $(VENV)/.installed lint
 	$(BIN)/python -m pytest $(PARALLEL)
+	$(ON_A_GPU) tests/runtime -m "gpu and not full"
 
 test-full: $(VENV)/.test-tools $(VENV)/.installed
 	$(BIN)/python -m pytest $(PARALLEL) -m "full or not full"
+
+test-gpu: $(VENV)/.test-tools $(VENV)/.installed
+	$(ON_A_GPU) -m gpu
 
 clean:
 	rm -rf $(VENV) $(DEMO) build

@@ -1,6 +1,6 @@
 """A CUDA device made of threads, for machines without a GPU.
 
-    SPILLWAY_EMULATED_GPU=1 python -m pytest -m gpu
+    make test-gpu        # SPILLWAY_EMULATED_GPU=1 python -m pytest -m gpu
 
 It has streams, events, pinned host memory and memory of its own, and is as asynchronous as a GPU: operators are
 launched, and computed later, stream by stream, with delays that differ. So it shows what a CPU as the device cannot:
@@ -13,6 +13,7 @@ What PyTorch's C++ would provide is replaced (`torch._C._cuda_...`); its Python 
 
 import importlib
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,12 +38,18 @@ class _StreamBase(torch.Stream):
         return self.stream_id
 
 
-def install(memory: int = 8 << 30, delay_us: int = 20) -> Any:
-    """Build it (a minute, once) and make it `torch.cuda`'s only device, of so many bytes; every operation waits up to
-    so long before it begins, those of some streams eight times as long, of others not at all. Returns its controls. Once a process, before CUDA is asked for anything."""
-    os.environ.setdefault("MAX_JOBS", "1")
+def install(memory: int = 8 << 30, delay_us: int = 5) -> Any:
+    """Build it (a minute, once) and make it `torch.cuda`'s only device, of so many bytes; operations begin so much
+    later, on average, those of some streams eight times as much, of others not at all. Returns its controls.
+    Once a process, before CUDA is asked for anything, and only where PyTorch was built without."""
+    build = Path(sys.prefix) / "emulated_gpu"
+    build.mkdir(exist_ok=True)
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.prefix) / "bin"), os.environ["PATH"]))  # where ninja may be
     device = cpp_extension.load(
-        name="emulated_gpu", sources=[str(_HERE / "device.cpp")], extra_cflags=["-O1", "-g0"], verbose=False
+        name="emulated_gpu",
+        sources=[str(_HERE / "device.cpp")],
+        extra_cflags=["-O1", "-g0"],
+        build_directory=str(build),
     )
     device.set_memory(memory)
     device.set_delay(delay_us)

@@ -27,6 +27,7 @@
 #include <random>
 #include <set>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 namespace {
@@ -34,8 +35,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Lock = std::unique_lock<std::mutex>;
 
-std::atomic<int> most_delay_us{0};  // streams wait up to so long before what they do next, each with its own pace
-constexpr int kPaces[] = {1, 0, 8};
+// Before every so-many-th operation, as chance has it, a stream waits up to so many times so long, each at its own pace.
+std::atomic<int> delay_us{0};
+constexpr int kEvery = 16, kPaces[] = {1, 0, 8};
 std::mutex error_mutex;
 std::string error;  // of the first operator that failed on the device
 
@@ -119,7 +121,8 @@ class Queue {
         task = std::move(tasks_.front());
         tasks_.pop_front();
       }
-      if (int most = pace_ * most_delay_us) std::this_thread::sleep_for(std::chrono::microseconds(random() % (most + 1)));
+      int most = 2 * kEvery * pace_ * delay_us;
+      if (most && random() % kEvery == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % most));
       try {
         task();
       } catch (const std::exception& failure) {
@@ -168,49 +171,116 @@ void wait_for_all() {
   for (Queue* queue : all) queue->wait();
 }
 
-// Memory of the device, and host memory that is pinned. As PyTorch's own allocator does, what is freed serves the stream
-// that it was allocated on again, and nobody else; at once, but where `record_stream` named others, after what they then
-// had to do. What is used again is poisoned first.
+// Memory of the device, cut and kept as PyTorch's allocator does: what is freed serves the stream that it was allocated on
+// again, and nobody else; at once, but where `record_stream` named others, after what they then had to do. What is used
+// again is poisoned first: whoever reads it on another stream without having said so reads NaN.
+constexpr size_t kUnit = 512, kSmall = 1 << 20, kSmallSegment = 2 << 20, kLargeSegment = 20 << 20, kLarge = 10 << 20,
+                 kRound = 2 << 20;
+
+size_t rounded(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
+
 struct Block {
+  char* data;
   size_t size;
   c10::StreamId stream;
-  std::set<c10::StreamId> others;
-  std::vector<std::shared_ptr<Mark>> until;  // of what is free, and not before these have passed
+  bool small;
+  bool used = true;
+  Block *before = nullptr, *after = nullptr;  // in the same segment
+  std::set<c10::StreamId> others = {};
+  std::vector<std::shared_ptr<Mark>> until = {};
 };
 
-std::mutex memory_mutex;
-std::map<void*, Block> blocks, free_blocks;
+struct BySize {
+  bool operator()(const Block* a, const Block* b) const {
+    return std::tie(a->small, a->stream, a->size, a->data) < std::tie(b->small, b->stream, b->size, b->data);
+  }
+};
+
+std::mutex memory_mutex;  // of all that follows
 size_t total_bytes = size_t{8} << 30;
 size_t allocated_bytes = 0, reserved_bytes = 0, most_allocated_bytes = 0, most_reserved_bytes = 0;
-std::map<const void*, size_t> pinned;
-size_t most_pinned_bytes = SIZE_MAX;  // that the driver registers at once
+std::map<void*, Block*> used_blocks;
+std::set<Block*, BySize> free_blocks;
+std::vector<Block*> waiting_blocks;  // freed, but others may use them yet
 
-void release(void* data) {
-  std::vector<std::shared_ptr<Mark>> marks;
-  Lock lock(memory_mutex);
-  auto found = blocks.find(data);
-  Block block = found->second;
-  blocks.erase(found);
-  for (auto other : block.others) block.until.push_back(queue_of(other).mark());
-  block.others.clear();
-  allocated_bytes -= block.size;
-  free_blocks[data] = block;
+void join(Block* block, Block* next) {
+  block->size += next->size;
+  block->after = next->after;
+  if (next->after != nullptr) next->after->before = block;
+  delete next;
 }
 
-// Gives everything back that is free. With the lock held, and all streams idle.
-void give_back() {
-  for (auto& [data, block] : free_blocks) {
-    reserved_bytes -= block.size;
-    std::free(data);
+void make_free(Block* block) {
+  block->used = false;
+  if (block->after != nullptr && !block->after->used) {
+    free_blocks.erase(block->after);
+    join(block, block->after);
   }
-  free_blocks.clear();
+  if (block->before != nullptr && !block->before->used) {
+    free_blocks.erase(block->before);
+    block = block->before;
+    join(block, block->after);
+  }
+  free_blocks.insert(block);
+}
+
+void free_what_has_passed() {
+  std::vector<Block*> still;
+  for (Block* block : waiting_blocks) {
+    auto& marks = block->until;
+    if (std::all_of(marks.begin(), marks.end(), [](const auto& mark) { return mark->has_passed(); })) {
+      marks.clear();
+      allocated_bytes -= block->size;
+      make_free(block);
+    } else {
+      still.push_back(block);
+    }
+  }
+  waiting_blocks = still;
+}
+
+// Gives whole segments back that nobody uses. With all streams idle.
+void give_back() {
+  free_what_has_passed();
+  for (auto found = free_blocks.begin(); found != free_blocks.end();) {
+    Block* block = *found;
+    if (block->before == nullptr && block->after == nullptr) {
+      found = free_blocks.erase(found);
+      reserved_bytes -= block->size;
+      std::free(block->data);
+      delete block;
+    } else {
+      ++found;
+    }
+  }
+}
+
+void release(void* data) {
+  Lock lock(memory_mutex);
+  auto found = used_blocks.find(data);
+  Block* block = found->second;
+  used_blocks.erase(found);
+  for (auto other : block->others) block->until.push_back(queue_of(other).mark());
+  block->others.clear();
+  if (!block->until.empty()) {
+    waiting_blocks.push_back(block);
+    return;
+  }
+  allocated_bytes -= block->size;
+  make_free(block);
+}
+
+void use_on(void* data, c10::StreamId stream) {
+  Lock lock(memory_mutex);
+  auto found = used_blocks.find(data);
+  if (found != used_blocks.end() && found->second->stream != stream) found->second->others.insert(stream);
 }
 
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t wanted) override {
     if (!wanted) return {nullptr, nullptr, &release, kDevice};
-    size_t size = (wanted + 511) / 512 * 512;
-    void* data = find(size);
+    size_t size = rounded(wanted, kUnit);
+    char* data = find(size);
     if (data == nullptr) {
       wait_for_all();
       {
@@ -232,33 +302,45 @@ struct DeviceAllocator final : c10::Allocator {
   }
 
  private:
-  void* find(size_t size) {
+  char* find(size_t size) {
     Lock lock(memory_mutex);
-    auto best = free_blocks.end();
-    for (auto block = free_blocks.begin(); block != free_blocks.end(); ++block) {
-      auto& [_, of] = *block;
-      bool fits = of.stream == current_stream && of.size >= size && of.size <= size + size / 4;
-      if (!fits || (best != free_blocks.end() && best->second.size <= of.size)) continue;
-      if (std::all_of(of.until.begin(), of.until.end(), [](const auto& mark) { return mark->has_passed(); })) best = block;
-    }
-    void* data = nullptr;
-    if (best != free_blocks.end()) {
-      data = best->first;
-      size = best->second.size;
+    free_what_has_passed();
+    Block key{nullptr, size, current_stream, size <= kSmall};
+    auto best = free_blocks.lower_bound(&key);
+    Block* block = nullptr;
+    if (best != free_blocks.end() && (*best)->small == key.small && (*best)->stream == current_stream) {
+      block = *best;
       free_blocks.erase(best);
-    } else if (reserved_bytes + size <= total_bytes) {
-      data = std::aligned_alloc(512, size);
-      reserved_bytes += size;
-      most_reserved_bytes = std::max(most_reserved_bytes, reserved_bytes);
+      block->used = true;
     } else {
-      return nullptr;
+      block = new_segment(size);
+      if (block == nullptr) return nullptr;
     }
-    allocated_bytes += size;
+    size_t rest = block->size - size;
+    if (block->small ? rest >= kUnit : rest > kSmall) {
+      auto* other = new Block{block->data + size, rest, block->stream, block->small, false, block, block->after};
+      if (block->after != nullptr) block->after->before = other;
+      block->after = other;
+      block->size = size;
+      free_blocks.insert(other);
+    }
+    allocated_bytes += block->size;
     most_allocated_bytes = std::max(most_allocated_bytes, allocated_bytes);
-    blocks[data] = {size, current_stream, {}, {}};
-    return data;
+    used_blocks[block->data] = block;
+    return block->data;
+  }
+
+  Block* new_segment(size_t size) {
+    size_t segment = size <= kSmall ? kSmallSegment : size < kLarge ? kLargeSegment : rounded(size, kRound);
+    if (reserved_bytes + segment > total_bytes) return nullptr;
+    reserved_bytes += segment;
+    most_reserved_bytes = std::max(most_reserved_bytes, reserved_bytes);
+    return new Block{static_cast<char*>(std::aligned_alloc(kUnit, segment)), segment, current_stream, size <= kSmall};
   }
 };
+
+std::map<const void*, size_t> pinned;
+size_t most_pinned_bytes = SIZE_MAX;  // that the driver registers at once
 
 struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t size) override {
@@ -550,11 +632,7 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::opt
   return self;
 }
 
-void record_stream(at::Tensor& self, c10::Stream stream) {
-  Lock lock(memory_mutex);
-  auto found = blocks.find(self.storage().mutable_data());
-  if (found != blocks.end() && found->second.stream != stream.id()) found->second.others.insert(stream.id());
-}
+void record_stream(at::Tensor& self, c10::Stream stream) { use_on(self.storage().mutable_data(), stream.id()); }
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 
@@ -632,9 +710,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    Lock lock(memory_mutex);
-    auto found = blocks.find(data.get());
-    if (found != blocks.end() && found->second.stream != stream.id()) found->second.others.insert(stream.id());
+    use_on(data.get(), stream.id());
   }
 };
 
@@ -731,7 +807,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("default_generator", [] {
     return py::reinterpret_steal<py::object>(THPGenerator_Wrap(default_generator()));
   });
-  module.def("set_delay", [](int microseconds) { most_delay_us = microseconds; });
+  module.def("set_delay", [](int microseconds) { delay_us = microseconds; });
   module.def("set_memory", [](size_t bytes) { total_bytes = bytes; });
   module.def("set_pinnable", [](size_t bytes) { most_pinned_bytes = bytes; });
   module.def("host_register", [](size_t address, size_t bytes) {

@@ -124,6 +124,7 @@ def test_twenty_steps_equal_plain_pytorch_everywhere(case: Case, tmp_path: Path)
 
 
 @pytest.mark.gpu
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("place", ("disk", "host", "device"))
 @pytest.mark.parametrize("update", UPDATE_MODES)
 def test_twenty_steps_on_the_gpu_equal_plain_pytorch(place: str, update: str, tmp_path: Path) -> None:

@@ -291,6 +291,7 @@ def test_a_cpu_has_no_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("activations", ("recompute", "tape", "keep"))
 @pytest.mark.parametrize("name", ("llama", "dropout", "t5"))
 def test_streams_on_the_gpu_change_no_bit(
