@@ -20,21 +20,33 @@ STEPS = 3
     ("kind", "name"), [pytest.param(*one, marks=() if one in SOME else pytest.mark.full) for one in EVERY]
 )
 def test_an_architecture_of_transformers_trains_as_in_plain_pytorch(kind: str, name: str, tmp_path: Path) -> None:
+    assert_trains_as_plain(kind, name, tmp_path, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "name"), EVERY)
+def test_an_architecture_of_transformers_trains_on_a_gpu(kind: str, name: str, tmp_path: Path) -> None:
+    assert_trains_as_plain(kind, name, tmp_path, "cuda")
+
+
+def assert_trains_as_plain(kind: str, name: str, store: Path, device: str) -> None:
     plain, batch = tiny(kind, name)
     disturbed = rounded_otherwise(copy.deepcopy(plain))
     ours, optimizer = spillway.prepare(
         copy.deepcopy(plain),
         spillway.AdamW(lr=1e-3, eps=reference.EPS),
-        store=tmp_path,
-        device="cpu",
+        store=store,
+        device=device,
         weights="disk",
         states="disk",
         activations="recompute",
     )
     losses = []
+    there = {key: value.to(device) for key, value in batch.items()}
     for number in range(STEPS):
         torch.manual_seed(number)
-        loss = ours(**batch).loss
+        loss = ours(**there).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -22,7 +22,6 @@ import torch
 from torch.utils import cpp_extension
 
 _HERE = Path(__file__).parent
-NAME = "emulated"
 
 
 class _StreamBase(torch.Stream):
@@ -92,7 +91,6 @@ def _replace(device: Any) -> None:
                 raise RuntimeError("CUDA error: device not ready, or an event that was not made for timing")
             return self._event.elapsed_time(end._event)
 
-    kind = torch.device("cuda").type
     number = 1  # of c10::DeviceType::CUDA
     replaced = {
         "_cuda_init": lambda: None,
@@ -129,7 +127,7 @@ def _replace(device: Any) -> None:
     )
     cuda.default_generators = (device.default_generator(),)
     properties = SimpleNamespace(
-        name=f"{NAME} {kind}", major=9, minor=0, total_memory=device.memory()[0], multi_processor_count=2
+        name="emulated GPU", major=9, minor=0, total_memory=device.memory()[0], multi_processor_count=2
     )
     cuda._get_device_properties = lambda index: properties
     cuda._is_in_bad_fork = lambda: False

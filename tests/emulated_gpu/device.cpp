@@ -20,7 +20,6 @@
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <iostream>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -340,7 +339,6 @@ struct DeviceAllocator final : c10::Allocator {
 };
 
 std::map<const void*, size_t> pinned;
-size_t most_pinned_bytes = SIZE_MAX;  // that the driver registers at once
 
 struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t size) override {
@@ -476,10 +474,13 @@ bool is_output(const c10::Argument& argument) {
 // Statistics of norms have another dtype on a GPU, as shapes alone say, than what the CPU's backward wants.
 bool is_norm(const std::string& name) { return name.find("_norm") != std::string::npos; }
 
+// A GPU counts integers, too.
+bool counts(const std::string& name) { return name == "aten::histc"; }
+
 // The outputs of an operator that is yet to run, or nothing where only running it tells.
 std::optional<torch::jit::Stack> outputs_ahead(const c10::OperatorHandle& op, const torch::jit::Stack& args) {
   const auto& schema = op.schema();
-  if (is_random(args, schema) || is_norm(schema.name())) return std::nullopt;
+  if (is_random(args, schema) || is_norm(schema.name()) || counts(schema.name())) return std::nullopt;
   for (const auto& result : schema.returns())
     if (kind_of(result) == Kind::value) return std::nullopt;
   torch::jit::Stack found = all_changed(args, as_meta, at::kMeta);
@@ -505,10 +506,16 @@ std::optional<torch::jit::Stack> outputs_ahead(const c10::OperatorHandle& op, co
   return outputs;
 }
 
-using Written = std::vector<std::pair<at::Tensor, at::Tensor>>;  // by a kernel on the CPU, and where it belongs
+// What was computed at once, to where the stream will find it.
+void copy_later(const at::Tensor& ours, const at::Tensor& made) {
+  queue_of(current_stream).submit([to = on_host(ours), from = made]() mutable { to.copy_(from); });
+}
 
-void copy_all(Written& written) {
-  for (auto& [from, to] : written) to.copy_(from);
+at::Tensor to_device(const at::Tensor& made) {
+  if (!made.defined()) return made;
+  auto ours = empty_like_that(made);
+  copy_later(ours, made);
+  return ours;
 }
 
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -518,14 +525,13 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto& queue = queue_of(current_stream);
   auto ahead = outputs_ahead(op, args);
   torch::jit::Stack there = all_changed(args, [&](const at::Tensor& tensor) { return operand(op, tensor); }, at::kCPU);
-  Written outputs;  // as the CPU's kernel fills them, and ours
+  std::vector<std::pair<at::Tensor, at::Tensor>> outputs;  // as the CPU's kernel fills them, and ours
   for (size_t number = 0; number < count; ++number)
     if (is_output(schema.arguments()[number]) && args[number].isTensor()) {
       const auto& ours = args[number].toTensor();
       there[number] = at::empty({0}, ours.options().device(at::kCPU));
       outputs.emplace_back(there[number].toTensor(), ours);
     }
-  if (schema.name() == "aten::histc") there[0] = there[0].toTensor().to(at::kDouble);  // a GPU counts integers, too
   stack->erase(stack->end() - count, stack->end());
   if (ahead) {
     std::vector<std::vector<at::Tensor>> targets;
@@ -538,7 +544,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     for (auto& [_, ours] : outputs) ours = on_host(ours);
     queue.submit([op, there, targets, outputs]() mutable {
       op.callBoxed(&there);
-      copy_all(outputs);
+      for (auto& [made, ours] : outputs) ours.copy_(made);
       for (size_t number = 0; number < targets.size(); ++number) {
         auto made = tensors_of(there[number]);
         for (size_t part = 0; part < targets[number].size(); ++part)
@@ -552,11 +558,12 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   {
     at::NoGradGuard no_grad;
     at::AutoDispatchBelowADInplaceOrView below;
+    if (counts(schema.name())) there[0] = there[0].toTensor().to(at::kDouble);
     op.callBoxed(&there);
   }
   for (auto& [made, ours] : outputs) {
     ours.resize_(made.sizes());
-    queue.submit([from = made, to = on_host(ours)]() mutable { to.copy_(from); });
+    copy_later(ours, made);
   }
   for (size_t number = 0; number < there.size(); ++number) {
     const auto& result = schema.returns()[number];
@@ -564,11 +571,6 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       stack->push_back(argument_like(schema, args, result));
       continue;
     }
-    auto to_device = [&](const at::Tensor& tensor) {
-      auto made = empty_like_that(tensor);
-      queue.submit([to = on_host(made), tensor]() mutable { to.copy_(tensor); });
-      return made;
-    };
     stack->push_back(changed(there[number], to_device, kDevice));
   }
 }
@@ -579,27 +581,40 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   auto is_async = [&](const at::Tensor& host) {
     return non_blocking && is_pinned(host.data_ptr(), host.numel() * host.element_size());
   };
-  auto from = source.is_cuda() ? on_host(source) : source, to = self.is_cuda() ? on_host(self) : self;
-  if (!source.is_cuda()) {
-    bool later = is_async(source);
-    // Pinned memory is read when the stream gets there; whoever writes it before has made a mistake.
-    from = later ? at::from_blob(source.data_ptr(), source.sizes(), source.strides(), source.options()) : source.clone();
-  }
-  if (!self.is_cuda()) {
-    bool later = is_async(self);
-    to = at::from_blob(self.data_ptr(), self.sizes(), self.strides(), self.options());
-    queue.submit([to, from]() mutable { to.copy_(from); });
-    if (!later) queue.wait();
-    return self;
-  }
-  queue.submit([to, from]() mutable { to.copy_(from); });
-  if (!source.is_cuda() && !non_blocking) queue.wait();
+  // Pinned memory is read, and written, when the stream gets there; whoever writes it before has made a mistake. Other
+  // memory is read before this returns, and written, too.
+  bool reads_now = !source.is_cuda() && !is_async(source), writes_now = !self.is_cuda() && !is_async(self);
+  queue.submit([to = on_host(self), from = reads_now ? source.clone() : on_host(source)]() mutable { to.copy_(from); });
+  if (writes_now || (reads_now && !non_blocking)) queue.wait();
   return self;
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   queue_of(current_stream).wait();
   return at::_local_scalar_dense(on_host(self));
+}
+
+// Of convolutions a GPU has several kinds, with operators of their own that the CPU has no kernels for.
+at::Tensor convolution(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups) {
+  queue_of(current_stream).wait();
+  at::NoGradGuard no_grad;
+  auto added = bias && bias->defined() ? std::optional<at::Tensor>(on_host(*bias)) : std::nullopt;
+  return to_device(at::convolution(
+      on_host(input), on_host(weight), added, stride, padding, dilation, transposed, output_padding, groups));
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, at::OptionalIntArrayRef bias_sizes,
+    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+    at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> wanted) {
+  queue_of(current_stream).wait();
+  at::NoGradGuard no_grad;
+  auto [of_input, of_weight, of_bias] = at::convolution_backward(
+      on_host(grad), on_host(input), on_host(weight), bias_sizes, stride, padding, dilation, transposed, output_padding,
+      groups, wanted);
+  return {to_device(of_input), to_device(of_weight), to_device(of_bias)};
 }
 
 at::Tensor empty(
@@ -643,6 +658,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
   library.impl("resize_", TORCH_FN(resize_));
   library.impl("record_stream", TORCH_FN(record_stream));
+  library.impl("convolution", TORCH_FN(convolution));
+  library.impl("convolution_backward", TORCH_FN(convolution_backward));
   library.impl("view", TORCH_FN(at::native::view));
   library.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   library.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
@@ -809,10 +826,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("set_delay", [](int microseconds) { delay_us = microseconds; });
   module.def("set_memory", [](size_t bytes) { total_bytes = bytes; });
-  module.def("set_pinnable", [](size_t bytes) { most_pinned_bytes = bytes; });
   module.def("host_register", [](size_t address, size_t bytes) {
     Lock lock(memory_mutex);
-    if (bytes > most_pinned_bytes) return 2;  // cudaErrorMemoryAllocation
     pinned[reinterpret_cast<const void*>(address)] = bytes;
     return 0;
   });
