@@ -73,7 +73,7 @@ class Activations:
     def new_tape(self, index: int, call: FlatCall) -> Tape | None:
         """What takes outputs of operators in the forward of a call; None where none are kept."""
         kept = self._kept(index)
-        return Tape(call.name, kept.tape) if kept.tape else None
+        return Tape(kept.tape) if kept.tape else None
 
     def keep_inputs(
         self, index: int, call: FlatCall, tensors: list[torch.Tensor], tape: Tape | None

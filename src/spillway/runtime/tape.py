@@ -69,11 +69,10 @@ class _Part:
 
 
 class Tape:
-    """Of one call, micro-batch by micro-batch. `name`: of the call, for messages."""
+    """Of one call, micro-batch by micro-batch."""
 
-    def __init__(self, name: str, classes: tuple[str, ...]) -> None:
+    def __init__(self, classes: tuple[str, ...]) -> None:
         self.classes = frozenset(classes)
-        self._name = name
         self._parts: list[_Part] = []
         self._slab: torch.Tensor | None = None
 
@@ -113,13 +112,10 @@ class Tape:
 
     def replay(self, index: int) -> "Replayer":
         """The context in which a micro-batch is computed again; what was kept of it is then forgotten here. What was
-        changed since is made again. Raises UsageError where that draws random numbers."""
+        changed since is made again: nothing of the tape draws random numbers."""
         part, self._parts[index] = self._parts[index], _Part()
         for output in part.outputs:
-            changed = [held for held in part.held(output) if held.was_changed]
-            if changed and torch.Tag.nondeterministic_seeded in output.func.tags:
-                changed[0].unchanged(self._name)
-            if changed:
+            if any(held.was_changed for held in part.held(output)):
                 output.leaves.clear()
         return Replayer(self.classes, part.outputs, self._slab)
 
