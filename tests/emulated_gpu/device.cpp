@@ -342,7 +342,7 @@ std::map<const void*, size_t> pinned;
 
 struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t size) override {
-    void* data = std::aligned_alloc(512, (size + 511) / 512 * 512 + 512);
+    void* data = std::aligned_alloc(kUnit, rounded(size + 1, kUnit));
     Lock lock(memory_mutex);
     pinned[data] = size;
     return {data, data, &free, c10::Device(c10::DeviceType::CPU)};
