@@ -263,3 +263,14 @@ def batch(name: str, seed: int, rows: int = 4, length: int = 16) -> dict[str, to
 
 def loss_of(output: object) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.loss  # type: ignore[attr-defined]
+
+
+def train(model: Any, optimizer: Any, name: str, steps: int, device: str) -> list[float]:
+    """The losses of so many steps, each with the next batch of that architecture."""
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model(**{key: value.to(device) for key, value in batch(name, step).items()}))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -106,13 +106,7 @@ def train(
         model, spillway.AdamW(lr=1e-3), store=store, device=device, micro_batch=1, activations=activations, **asked
     )
     torch.manual_seed(1)
-    losses = []
-    for step in range(steps):
-        batch = models.batch("gpt2" if name == "dropout" else name, step)
-        loss = models.loss_of(model(**{key: value.to(device) for key, value in batch.items()}))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = models.train(model, optimizer, "gpt2" if name == "dropout" else name, steps, device)
     weights = read_parameters(model)
     close(model)
     return losses, weights
