@@ -9,7 +9,7 @@ DEMO := demo
 DTYPE := $(shell grep -qw avx512f /proc/cpuinfo && echo bfloat16 || echo float32)
 # Many tests wait for the drive or for a child process: two workers a core, of half a gigabyte each.
 PARALLEL := -n $(shell expr 2 \* $$(nproc)) --maxprocesses 8 --dist worksteal
-# See tests/emulated_gpu; PyTorch that is built with CUDA takes the GPU there is. Its streams are threads: a worker a core.
+# See tests/emulated_gpu; PyTorch that is built with CUDA takes the GPU there is. Streams are threads: a worker a core.
 ON_A_GPU := SPILLWAY_EMULATED_GPU=1 $(BIN)/python -m pytest -n $(shell nproc) --maxprocesses 4 --dist worksteal
 
 .PHONY: help demo test test-full test-gpu lint native clean

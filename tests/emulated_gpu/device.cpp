@@ -34,7 +34,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Lock = std::unique_lock<std::mutex>;
 
-// Before every so-many-th operation, as chance has it, a stream waits up to so many times so long, each at its own pace.
+// Before one operation of so many, as chance has it, a stream waits up to twice so many times so long, at its own pace.
 std::atomic<int> delay_us{0};
 constexpr int kEvery = 16, kPaces[] = {1, 0, 8};
 std::mutex error_mutex;
@@ -170,9 +170,9 @@ void wait_for_all() {
   for (Queue* queue : all) queue->wait();
 }
 
-// Memory of the device, cut and kept as PyTorch's allocator does: what is freed serves the stream that it was allocated on
-// again, and nobody else; at once, but where `record_stream` named others, after what they then had to do. What is used
-// again is poisoned first: whoever reads it on another stream without having said so reads NaN.
+// Memory of the device, cut and kept as PyTorch's allocator does: what is freed serves the stream that it was allocated
+// on again, and nobody else; at once, but where `record_stream` named others, after what they then had to do. What is
+// used again is poisoned first: whoever reads it on another stream without having said so reads NaN.
 constexpr size_t kUnit = 512, kSmall = 1 << 20, kSmallSegment = 2 << 20, kLargeSegment = 20 << 20, kLarge = 10 << 20,
                  kRound = 2 << 20;
 
@@ -447,7 +447,8 @@ Kind kind_of(const c10::Argument& result) {
   return type == "Tensor" || type == "Tensor[]" ? Kind::fresh : Kind::value;
 }
 
-const c10::IValue& argument_like(const c10::FunctionSchema& schema, const torch::jit::Stack& args, const c10::Argument& result) {
+const c10::IValue& argument_like(
+    const c10::FunctionSchema& schema, const torch::jit::Stack& args, const c10::Argument& result) {
   for (size_t number = 0; number < args.size(); ++number) {
     const auto* alias = schema.arguments()[number].alias_info();
     if (alias != nullptr && alias->beforeSets() == result.alias_info()->beforeSets()) return args[number];
@@ -492,7 +493,8 @@ std::optional<torch::jit::Stack> outputs_ahead(const c10::OperatorHandle& op, co
     return std::nullopt;
   }
   for (size_t number = 0; number < args.size(); ++number)
-    if (schema.arguments()[number].alias_info() != nullptr && args[number].isTensor() && args[number].toTensor().defined() &&
+    if (schema.arguments()[number].alias_info() != nullptr && args[number].isTensor() &&
+        args[number].toTensor().defined() &&
         before[number].toTensor().sizes() != args[number].toTensor().sizes())
       args[number].toTensor().resize_(before[number].toTensor().sizes());
   torch::jit::Stack outputs;
@@ -597,7 +599,8 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
 // Of convolutions a GPU has several kinds, with operators of their own that the CPU has no kernels for.
 at::Tensor convolution(
     const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
-    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups) {
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
+    int64_t groups) {
   queue_of(current_stream).wait();
   at::NoGradGuard no_grad;
   auto added = bias && bias->defined() ? std::optional<at::Tensor>(on_host(*bias)) : std::nullopt;
